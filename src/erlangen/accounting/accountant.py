@@ -1,0 +1,84 @@
+"""The accountant: a growing history of events, and what it costs so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .epsilon import Method, Neighbouring, epsilon
+from .events import EventError, _count, from_json, gaussian, poisson, to_json
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+STATE_VERSION = 1
+
+
+class Accountant:
+    """Records events in order; equal consecutive events share one entry."""
+
+    def __init__(self, neighbouring: Neighbouring = "add-or-remove-one") -> None:
+        epsilon([], 0.5, "pld", neighbouring)  # refuses an unknown relation
+        self.neighbouring: Neighbouring = neighbouring
+        self._history: list[tuple[DpEvent, int]] = []
+
+    def record(self, event: DpEvent, count: int = 1) -> None:
+        """Append `count` releases of `event`."""
+        from dp_accounting import DpEvent
+
+        if not isinstance(event, DpEvent):
+            raise EventError(f"an accountant records DpEvents, not {type(event).__name__}")
+        n = _count(count, "count", least=0)
+        if n == 0:
+            return
+        if self._history and self._history[-1][0] == event:
+            self._history[-1] = (event, self._history[-1][1] + n)
+        else:
+            self._history.append((event, n))
+
+    @property
+    def history(self) -> tuple[tuple[DpEvent, int], ...]:
+        """Everything recorded, as (event, count) in order."""
+        return tuple(self._history)
+
+    @property
+    def steps(self) -> int:
+        """Number of releases recorded."""
+        return sum(count for _, count in self._history)
+
+    def epsilon(self, delta: float, method: Method = "pld") -> float:
+        """ε of everything recorded, at `delta`."""
+        return epsilon(self._history, delta, method, self.neighbouring)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history as JSON-able data."""
+        return {
+            "version": STATE_VERSION,
+            "neighbouring": self.neighbouring,
+            "history": [{"event": to_json(event), "count": count} for event, count in self._history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the history by a saved one; nothing changes if the state is not valid."""
+        if state.get("version") != STATE_VERSION:
+            raise EventError(f"accountant state has version {state.get('version')!r}; this release reads {STATE_VERSION}")
+        loaded = Accountant(state["neighbouring"])
+        for entry in state["history"]:
+            loaded.record(from_json(entry["event"]), entry["count"])
+        self.neighbouring, self._history = loaded.neighbouring, loaded._history
+
+
+def from_opacus(history: Iterable[tuple[float, float, int]]) -> Accountant:
+    """The accountant of an Opacus history [(noise multiplier, sample rate, steps), …].
+
+    Opacus accounts every entry as a Poisson-sampled Gaussian; whether its loader really sampled that way is for the
+    caller to know.
+    """
+    accountant = Accountant()
+    for entry in history:
+        try:
+            sigma, rate, steps = entry
+        except (TypeError, ValueError):
+            raise EventError(f"an Opacus history holds (noise_multiplier, sample_rate, steps), found {entry!r}") from None
+        accountant.record(poisson(rate, gaussian(sigma)), steps)
+    return accountant
