@@ -1,0 +1,39 @@
+# Two commands: `make demo` and `make test`. Both set up a virtual environment in .venv once.
+PYTHON ?= python3
+PIP_ARGS ?=
+# On a machine with a GPU: make demo TORCH_INDEX=<address of a PyTorch wheel index> CONSTRAINTS=
+TORCH_INDEX ?=
+CONSTRAINTS ?= -c constraints.txt
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-all lint bench setup clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) torch
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[report,sign,test,dev]"
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/erlangen train --data digits --epsilon 3 --out runs/demo --overwrite
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/step.py --model lenet --batch 256 --threads 2
+	$(BIN)/python benchmarks/step.py --model resnet9 --batch 32 --threads 2
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

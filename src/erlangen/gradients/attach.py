@@ -1,0 +1,83 @@
+"""Making a module record per-sample gradients without becoming another module.
+
+Each layer's ``forward`` is shadowed on the instance: type, ``state_dict`` keys, hooks, ``eval()`` and saving stay as
+they were. Copies and pickles of the module are ordinary modules again.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from erlangen.gradients.fallback import functional
+from erlangen.gradients.registry import Rule, find_rule
+from erlangen.gradients.tape import Tape
+
+
+class PrivateForward:
+    """Stands in for one module's ``forward`` while gradients are recorded."""
+
+    _torchdynamo_disable = True  # compiled models break the graph here and stay correct
+
+    def __init__(self, module: nn.Module, rule: Rule, tape: Tape) -> None:
+        self.module, self.rule, self.tape = module, rule, tape
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            return self.rule(self.module, self.tape, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_forward(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> Any:
+        return _plain_forward, (self.module,)
+
+
+PrivateForward.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def plan(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
+    """(path, module, rule) for every place where parameters act; subtrees without a rule go to the fallback whole."""
+    yield from _plan("", model)
+
+
+def _plan(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
+    found = find_rule(module)
+    if found is not None:
+        if any(True for _ in module.parameters()):
+            yield path, module, found
+        return
+    if any(True for _ in module.parameters(recurse=False)) or hasattr(module, "parametrizations"):
+        yield path, module, functional
+        return
+    for name, child in module.named_children():
+        yield from _plan(f"{path}.{name}" if path else name, child)
+
+
+def attach(model: nn.Module, tape: Tape) -> None:
+    """Record on ``tape`` from now on."""
+    done: set[int] = set()
+    for _, module, rule in plan(model):
+        if id(module) not in done:
+            done.add(id(module))
+            module.__dict__["forward"] = PrivateForward(module, rule, tape)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), PrivateForward):
+            del module.__dict__["forward"]
+
+
+def is_attached(model: nn.Module) -> bool:
+    return any(isinstance(m.__dict__.get("forward"), PrivateForward) for m in model.modules())

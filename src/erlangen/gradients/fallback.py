@@ -1,0 +1,135 @@
+"""Any other module with parameters: one forward pass under `torch.func`, with a copy of the parameters per row.
+
+The whole subtree of such a module is run functionally, because its parameters may meet its children anywhere. Forward
+happens once, so random layers are differentiated at the values they took. What vmap cannot batch is done row by row.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from erlangen.gradients.tape import Tape
+
+_ROW_BY_ROW: set[type[nn.Module]] = set()
+
+
+class _Body(nn.Module):
+    """The module's own computation, without the shadowed ``forward`` and without its hooks running twice."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **kwargs)
+
+
+class _Functional(torch.autograd.Function):
+    """Forward keeps the pullback; backward asks it for input gradients and per-row parameter gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> Any:
+        ctx.run = run
+        outputs = run.forward(tensors)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        run: _Run = ctx.run
+        per_row, inputs = run.pullback(cotangents)
+        run.tape._capture_rows({run.parameters[k]: g for k, g in per_row.items()}, run.rows)
+        return (None, *inputs, *[None] * len(run.parameters))
+
+
+class _Run:
+    """One functional forward pass over the rows of a batch."""
+
+    def __init__(self, module: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.tape, self.body = module, tape, _Body(module)
+        self.flat, self.spec = pytree.tree_flatten((args, kwargs))
+        tensors = [t for t in self.flat if isinstance(t, Tensor)]
+        if not tensors:
+            raise TypeError(f"{type(module).__name__} has parameters but was called without a tensor: no row to attribute")
+        self.rows = tensors[0].shape[0]
+        self.batched = [i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim and t.shape[0] == self.rows]
+        self.parameters = {k: p for k, p in module.named_parameters() if p.requires_grad}
+        self.out_spec: Any = None
+        self._pull: Callable[..., Any]
+
+    def inputs(self) -> list[Tensor]:
+        return [self.flat[i] for i in self.batched]
+
+    def one_row(self, parameters: dict[str, Tensor], *rows: Tensor) -> tuple[Tensor, ...]:
+        flat = list(self.flat)
+        for i, row in zip(self.batched, rows, strict=True):
+            flat[i] = row.unsqueeze(0)
+        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        out = functional_call(self.body, {f"inner.{k}": p for k, p in parameters.items()}, args, kwargs)
+        outputs, self.out_spec = pytree.tree_flatten(out)
+        return tuple(t.squeeze(0) for t in outputs)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs = [t.detach() for t in tensors[: len(self.batched)]]
+        copies = {k: p.detach().expand(self.rows, *p.shape) for k, p in self.parameters.items()}
+        if type(self.module) not in _ROW_BY_ROW and self.rows:
+            try:
+                outputs, self._pull = vjp(vmap(self.one_row, randomness="different"), copies, *inputs)
+                return outputs
+            except (RuntimeError, ValueError) as error:
+                _ROW_BY_ROW.add(type(self.module))
+                name = type(self.module).__name__
+                warnings.warn(f"{name} cannot be batched by torch.func ({str(error)[:120]}…): row by row", stacklevel=2)
+        return self._forward_by_row(copies, inputs)
+
+    def _forward_by_row(self, copies: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves, outputs = [], []
+        with torch.enable_grad():
+            for r in range(max(self.rows, 1)):  # an empty batch runs on one made-up row, to learn the output's shape
+                rows = [t[r].detach() if self.rows else t.new_zeros(t.shape[1:]) for t in inputs]
+                rows = [t.requires_grad_() if t.is_floating_point() else t for t in rows]
+                params = {k: p.detach().clone().requires_grad_() for k, p in self.parameters.items()}
+                leaves.append((params, rows))
+                outputs.append(self.one_row(params, *rows))
+
+        def pull(cotangents: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            grads = []
+            for r in range(self.rows):
+                params, rows = leaves[r]
+                wanted = [*params.values(), *[t for t in rows if t.requires_grad]]
+                pairs = [(o, c[r]) for o, c in zip(outputs[r], cotangents, strict=True) if o.requires_grad]
+                got = torch.autograd.grad([o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+                grads.append([torch.zeros_like(w) if g is None else g for g, w in zip(got, wanted, strict=True)])
+            stacked = [torch.stack(column) for column in zip(*grads, strict=True)] if grads else []
+            if not stacked:
+                stacked = [w.new_zeros(0, *w.shape) for w in [*leaves[0][0].values(), *leaves[0][1]]]
+            by_name = dict(zip(self.parameters, stacked, strict=False))
+            rest = iter(stacked[len(self.parameters) :])
+            return by_name, *[next(rest) if t.is_floating_point() else None for t in inputs]
+
+        self._pull = pull
+        with torch.no_grad():
+            return tuple(torch.stack(column)[: self.rows].detach() for column in zip(*outputs, strict=True))
+
+    def pullback(self, cotangents: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        by_name, *inputs = self._pull(tuple(cotangents))
+        return by_name, [g if g is not None and g.is_floating_point() else None for g in inputs]
+
+
+def functional(module: nn.Module, tape: Tape, *args: Any, **kwargs: Any) -> Any:
+    """The rule of last resort: right for any module that treats rows independently, at the price of vmap."""
+    run = _Run(module, tape, args, kwargs)
+    if not run.parameters:
+        return type(module).forward(module, *args, **kwargs)
+    outputs = _Functional.apply(run, *run.inputs(), *run.parameters.values())
+    return pytree.tree_unflatten(list(outputs), run.out_spec)
+
+
+__all__ = ["functional"]

@@ -1,0 +1,194 @@
+"""Per-owner gradients of one parameter, materialised or not.
+
+A *piece* answers three questions about the gradients g_1 … g_n of one parameter: their squared norms, a weighted sum,
+and (if somebody insists) the gradients themselves. `Dense` holds them; the others hold what they are products of and
+never form them unless asked, so that a private step costs little more than an ordinary one.
+
+``weight`` in `norms_squared` is the geometry: ``None`` (Euclidean), a tensor ω shaped like the parameter (norm of ω∘g),
+or a function that maps materialised gradients [n, *shape] to the coordinates whose norm counts.
+
+Rounding. A squared norm computed from Gram matrices can come out too small when huge terms cancel, and a clip that
+trusts it would let too much through. Such norms are rounded outwards by the rounding error that their own terms allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Weight = Tensor | Callable[[Tensor], Tensor] | None
+
+# Flops that cost as much as moving one float through memory; only the order of magnitude matters.
+FLOPS_PER_FLOAT = 40.0
+CHUNK_FLOATS = 1 << 24
+
+
+def accumulate_dtype(t: Tensor) -> torch.dtype:
+    """Norms and sums are never taken in less than float32."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def squared_norms(g: Tensor) -> Tensor:
+    """‖g_i‖² for each row of [n, …], accumulated in at least float32."""
+    if g.numel() == 0:
+        return g.new_zeros(g.shape[0], dtype=accumulate_dtype(g))
+    return torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=accumulate_dtype(g)).square()
+
+
+def apply_weight(weight: Weight, g: Tensor) -> Tensor:
+    if weight is None:
+        return g
+    return weight(g) if callable(weight) and not isinstance(weight, Tensor) else g * weight
+
+
+class Piece:
+    """The per-owner gradients of one parameter. Subclasses implement `count`, `dense` and `weighted_sum`."""
+
+    #: whether forming the gradients is the cheaper way for these shapes
+    prefers_dense = True
+
+    @property
+    def count(self) -> int:
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """[n, *shape]"""
+        raise NotImplementedError
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ_i w_i g_i"""
+        raise NotImplementedError
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        """‖weight(g_i)‖², formed in chunks and forgotten."""
+        return torch.cat([squared_norms(apply_weight(weight, part.dense())) for part in self.chunks()])
+
+    def chunks(self) -> list[Piece]:
+        return [self]
+
+    def zero(self, bad: Tensor) -> Piece:
+        """The same piece with the owners flagged in ``bad`` contributing exactly zero."""
+        return Dense(torch.where(bad.view(-1, *[1] * (self.dense().ndim - 1)), 0.0, self.dense()))
+
+
+class Dense(Piece):
+    """Gradients that exist as a tensor [n, *shape]."""
+
+    def __init__(self, g: Tensor):
+        self.g = g
+
+    @property
+    def count(self) -> int:
+        return self.g.shape[0]
+
+    def dense(self) -> Tensor:
+        return self.g
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        g = self.g.flatten(1)
+        return (w.to(g.dtype) @ g if g.dtype == accumulate_dtype(g) else w @ g.to(w.dtype)).view(self.g.shape[1:])
+
+
+class Outer(Piece):
+    """g_i = Σ_t d_it ⊗ a_it: a linear map's weight. a is [n, T, in], d is [n, T, out]."""
+
+    def __init__(self, a: Tensor, d: Tensor):
+        self.a, self.d = a, d
+
+    @property
+    def count(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def prefers_dense(self) -> bool:  # type: ignore[override]
+        tokens, (inputs, outputs) = self.a.shape[1], (self.a.shape[2], self.d.shape[2])
+        return not gram_is_cheaper(tokens, inputs, outputs)
+
+    def dense(self) -> Tensor:
+        return torch.einsum("nto,nti->noi", self.d, self.a)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        d = self.d * w.to(self.d.dtype)[:, None, None]
+        return d.flatten(0, 1).t() @ self.a.flatten(0, 1)
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        a, d = self.a.to(accumulate_dtype(self.a)), self.d.to(accumulate_dtype(self.d))
+        one_token = a.shape[1] == 1
+        if weight is None and one_token:
+            return squared_norms(a) * squared_norms(d)
+        if isinstance(weight, Tensor) and one_token:
+            return ((d[:, 0].square() @ weight.to(d.dtype).square()) * a[:, 0].square()).sum(1)
+        if weight is None and not self.prefers_dense:
+            return gram_norms(a, d)
+        return super().norms_squared(weight)
+
+    def chunks(self) -> list[Piece]:
+        size = max(1, CHUNK_FLOATS // max(1, self.a.shape[2] * self.d.shape[2]))
+        return [Outer(a, d) for a, d in zip(self.a.split(size), self.d.split(size), strict=True)]
+
+    def zero(self, bad: Tensor) -> Piece:
+        keep = bad.view(-1, 1, 1)
+        return Outer(torch.where(keep, 0.0, self.a), torch.where(keep, 0.0, self.d))
+
+
+class Lookup(Piece):
+    """An embedding's gradient: row ``index[i, t]`` of g_i receives d_it."""
+
+    prefers_dense = False
+
+    def __init__(self, index: Tensor, d: Tensor, entries: int):
+        self.index, self.d, self.entries = index, d, entries
+
+    @property
+    def count(self) -> int:
+        return self.index.shape[0]
+
+    def dense(self) -> Tensor:
+        n, _, width = self.d.shape
+        out = self.d.new_zeros(n, self.entries, width)
+        return out.scatter_add_(1, self.index[..., None].expand_as(self.d), self.d)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        out = self.d.new_zeros(self.entries, self.d.shape[2], dtype=accumulate_dtype(self.d))
+        weighted = self.d.to(out.dtype) * w.to(out.dtype)[:, None, None]
+        return out.index_add_(0, self.index.flatten(), weighted.flatten(0, 1))
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        d = self.d.to(accumulate_dtype(self.d))
+        if isinstance(weight, Tensor):
+            d = d * weight[self.index]
+        elif weight is not None:
+            return super().norms_squared(weight)
+        same = (self.index[:, :, None] == self.index[:, None, :]).to(d.dtype)
+        return outward((same * (d @ d.mT)).sum((1, 2)), torch.linalg.vector_norm(d, dim=2).sum(1).square())
+
+    def chunks(self) -> list[Piece]:
+        size = max(1, CHUNK_FLOATS // max(1, self.entries * self.d.shape[2]))
+        parts = zip(self.index.split(size), self.d.split(size), strict=True)
+        return [Lookup(index, d, self.entries) for index, d in parts]
+
+    def zero(self, bad: Tensor) -> Piece:
+        return Lookup(self.index, torch.where(bad.view(-1, 1, 1), 0.0, self.d), self.entries)
+
+
+def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
+    """Norms by T×T Gram matrices and one more weighted product, against forming n gradients and reading them twice."""
+    if tokens == 1:
+        return True
+    form = tokens * inputs * outputs + 3 * FLOPS_PER_FLOAT * inputs * outputs
+    gram = tokens**2 * (inputs + outputs) + tokens * inputs * outputs + 2 * FLOPS_PER_FLOAT * tokens * (tokens + inputs)
+    return gram < form
+
+
+def gram_norms(a: Tensor, d: Tensor) -> Tensor:
+    """‖Σ_t d_t ⊗ a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨d_t,d_s⟩, rounded outwards. a: [n, T, in], d: [n, T, out]."""
+    gram_a, gram_d = a @ a.mT, d @ d.mT
+    terms = (gram_a.diagonal(dim1=1, dim2=2) * gram_d.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
+    return outward((gram_a * gram_d).sum((1, 2)), terms.square())
+
+
+def outward(value: Tensor, magnitude: Tensor) -> Tensor:
+    """An upper bound of a non-negative sum whose terms have total magnitude ``magnitude``."""
+    return value.clamp(min=0) + 2 * torch.finfo(value.dtype).eps * magnitude

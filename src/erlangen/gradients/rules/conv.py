@@ -1,0 +1,191 @@
+"""Convolutions and transposed convolutions in one, two and three dimensions: any stride, padding, dilation, groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from erlangen.gradients.pieces import (
+    CHUNK_FLOATS,
+    Dense,
+    Piece,
+    Weight,
+    accumulate_dtype,
+    gram_is_cheaper,
+    gram_norms,
+)
+from erlangen.gradients.registry import rule
+from erlangen.gradients.tape import Tape
+
+_PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The hyper-parameters of one convolution, as the native backward wants them."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    def weight_gradient(self, x: Tensor, d: Tensor, weight_shape: Sequence[int]) -> Tensor:
+        """∂/∂W of Σ_rows ⟨d, conv(x, W)⟩ by the native kernel, one call, without the input gradient."""
+        stand_in = x.new_empty(1).expand(tuple(weight_shape))  # only its shape is read
+        extra = self.output_padding or (0,) * len(self.kernel)
+        return torch.ops.aten.convolution_backward(
+            d, x, stand_in, None, self.stride, self.padding, self.dilation, self.transposed, extra, self.groups,
+            (False, True, False),
+        )[1]  # fmt: skip
+
+
+class Conv(Piece):
+    """Per-owner kernel gradients of a convolution. x: [n·V, C, *S], d: [n·V, O, *S'] with V views per owner."""
+
+    def __init__(self, x: Tensor, d: Tensor, views: int, shape: Sequence[int], geometry: Geometry):
+        self.x, self.d, self.views, self.shape, self.geometry = x, d, views, tuple(shape), geometry
+
+    @property
+    def count(self) -> int:
+        return self.x.shape[0] // self.views
+
+    @property
+    def prefers_dense(self) -> bool:  # type: ignore[override]
+        if self.geometry.transposed:
+            return True
+        tokens = self.views * math.prod(self.d.shape[2:])
+        groups = self.geometry.groups
+        return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups)
+
+    def dense(self) -> Tensor:
+        if self.x.is_cuda and not self.geometry.transposed:
+            return self._dense_by_windows()
+        out = self.d.new_empty(self.count, *self.shape)
+        for i in range(self.count):  # the native kernel beats im2col on a CPU, one owner at a time
+            rows = slice(i * self.views, (i + 1) * self.views)
+            out[i] = self.geometry.weight_gradient(self.x[rows], self.d[rows], self.shape)
+        return out
+
+    def _dense_by_windows(self) -> Tensor:
+        parts = [d.mT @ a for a, d in map(Conv.windows, self.chunks())]
+        return torch.cat(parts).view(self.count, *self.shape)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        rows = w.to(self.d.dtype).repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
+        return self.geometry.weight_gradient(self.x, self.d * rows, self.shape)
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        if weight is not None or self.prefers_dense:
+            return super().norms_squared(weight)
+        return torch.cat([part.gram() for part in self.chunks()])
+
+    def gram(self) -> Tensor:
+        a, d = self.windows()
+        norms = gram_norms(a.to(accumulate_dtype(a)), d.to(accumulate_dtype(d)))
+        return norms.view(self.count, self.geometry.groups).sum(1)
+
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G])."""
+        g, spatial = self.geometry, len(self.geometry.kernel)
+        x = F.pad(self.x, [p for side in reversed(g.padding) for p in (side, side)]) if any(g.padding) else self.x
+        x, size = x.contiguous(), self.d.shape[2:]
+        rows, channels = x.shape[:2]
+        strides = x.stride()
+        inner = [s * k for s, k in zip(strides[2:], g.dilation, strict=True)]
+        outer = [s * k for s, k in zip(strides[2:], g.stride, strict=True)]
+        view = x.as_strided(
+            (rows, g.groups, channels // g.groups, *g.kernel, *size),
+            (strides[0], strides[1] * (channels // g.groups), strides[1], *inner, *outer),
+        )
+        # [n, V, G, C/G, k…, T…] → [n, G, V, T…, C/G, k…]
+        view = view.unflatten(0, (self.count, self.views)).transpose(1, 2)
+        order = [0, 1, 2, *range(4 + spatial, 4 + 2 * spatial), 3, *range(4, 4 + spatial)]
+        tokens = self.views * math.prod(size)
+        a = view.permute(order).reshape(self.count * g.groups, tokens, math.prod(self.shape[1:]))
+        d = self.d.reshape(self.count, self.views, g.groups, self.shape[0] // g.groups, math.prod(size))
+        return a, d.permute(0, 2, 1, 4, 3).reshape(self.count * g.groups, tokens, self.shape[0] // g.groups)
+
+    def chunks(self) -> list[Piece]:
+        per_owner = max(
+            self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups,
+            math.prod(self.shape),
+        )
+        size = max(1, CHUNK_FLOATS // per_owner) * self.views
+        parts = zip(self.x.split(size), self.d.split(size), strict=True)
+        return [Conv(x, d, self.views, self.shape, self.geometry) for x, d in parts]
+
+    def zero(self, bad: Tensor) -> Piece:
+        rows = bad.repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
+        x, d = torch.where(rows, 0.0, self.x), torch.where(rows, 0.0, self.d)
+        return Conv(x, d, self.views, self.shape, self.geometry)
+
+
+@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def convolution(module: nn.Conv2d, tape: Tape, input: Tensor) -> Tensor:
+    x, padding = explicit_padding(module, input)
+    shape = Geometry(module.kernel_size, module.stride, padding, module.dilation, module.groups)
+    return tapped_convolution(tape, x, module.weight, module.bias, shape)
+
+
+@rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def transposed(module: nn.ConvTranspose2d, tape: Tape, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    spatial = len(module.kernel_size)
+    extra = module._output_padding(
+        input, output_size, module.stride, module.padding, module.kernel_size, spatial, module.dilation
+    )
+    geometry = Geometry(
+        module.kernel_size, module.stride, module.padding, module.dilation, module.groups, True, tuple(extra)
+    )
+    return tapped_convolution(tape, input, module.weight, module.bias, geometry)
+
+
+def tapped_convolution(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """A convolution whose kernel and bias gradients the tape records row by row."""
+    spatial = len(geometry.kernel)
+    if x.ndim != spatial + 2:
+        raise ValueError(f"a {spatial}-d convolution got an input of shape {tuple(x.shape)}; keep the batch dimension")
+    fixed = None if bias is None else bias.detach()
+    if geometry.transposed:
+        out = _TRANSPOSED[spatial](
+            x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.output_padding, geometry.groups,
+            geometry.dilation,
+        )  # fmt: skip
+    else:
+        out = _PLAIN[spatial](
+            x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+        )
+
+    def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
+        if weight.requires_grad:
+            yield weight, Conv(saved[0], cotangent, views, weight.shape, geometry)
+        if bias is not None and bias.requires_grad:
+            yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
+
+    return tape.tap(out, (x,), (weight, bias), pieces)
+
+
+def explicit_padding(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Padding that the native kernel cannot do itself is done first; the rest is passed on."""
+    spatial = len(module.kernel_size)
+    if module.padding_mode != "zeros":
+        return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), (0,) * spatial
+    if module.padding == "valid":
+        return x, (0,) * spatial
+    if module.padding == "same":
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        if all(t % 2 == 0 for t in total):
+            return x, tuple(t // 2 for t in total)
+        return F.pad(x, [p for t in reversed(total) for p in (t // 2, t - t // 2)]), (0,) * spatial
+    return x, tuple(module.padding)
+
+
+__all__ = ["Conv", "Geometry", "convolution", "tapped_convolution", "transposed"]

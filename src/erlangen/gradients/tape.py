@@ -1,0 +1,273 @@
+"""The tape: what one backward pass says about every owner's gradient.
+
+A layer with a rule runs with *detached* parameters, so that autograd computes input gradients only; a `tap` behind its
+output hands the cotangent to the tape, which keeps a `Piece` per parameter. Weight gradients are formed afterwards and
+once: per owner where that is cheaper, else as norms and one weighted sum.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from erlangen.gradients.pieces import Dense, Piece, Weight
+from erlangen.gradients.rows import RowMap
+
+STRATEGIES = ("auto", "materialise", "norms-first")
+
+Pieces = Callable[[tuple[Tensor, ...], Tensor, int], Iterable[tuple[Tensor, Piece]]]
+Metric = Callable[[str], Weight]
+
+
+def euclidean(name: str) -> Weight:
+    return None
+
+
+class PerSampleGradients:
+    """The gradients of every owner in one physical batch: what a mechanism works on.
+
+    Mechanisms ask for norms and weighted sums; `dense` is there for geometries that need the vectors themselves.
+    """
+
+    def __init__(
+        self, pieces: Mapping[str, Piece], owners: int, factor: float = 1.0, valid: Tensor | None = None
+    ) -> None:
+        self._pieces, self.owners, self._factor, self.valid = dict(pieces), owners, factor, valid
+
+    @classmethod
+    def from_dense(cls, gradients: Mapping[str, Tensor], valid: Tensor | None = None) -> PerSampleGradients:
+        """From materialised gradients [n, *shape] by parameter name."""
+        counts = {name: g.shape[0] for name, g in gradients.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"per-sample gradients disagree on the number of samples: {counts}")
+        owners = next(iter(counts.values()), 0)
+        return cls({name: Dense(g) for name, g in gradients.items()}, owners, 1.0, valid)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._pieces)
+
+    def norms_squared(self, metric: Metric = euclidean) -> dict[str, Tensor]:
+        """Per parameter, ‖T g_i‖² for each owner, T the metric's coordinates."""
+        return {name: piece.norms_squared(metric(name)) * self._factor**2 for name, piece in self._pieces.items()}
+
+    def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Per parameter, Σ_i w_i g_i of the raw gradients."""
+        return {name: piece.weighted_sum(weights[name] * self._factor) for name, piece in self._pieces.items()}
+
+    def dense(self, name: str) -> Tensor:
+        return self._pieces[name].dense() * self._factor
+
+    def without(self, bad: Tensor) -> PerSampleGradients:
+        """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
+        pieces = {name: piece.zero(bad) for name, piece in self._pieces.items()}
+        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+
+
+class _Tap(torch.autograd.Function):
+    """Identity forwards; backwards it shows the cotangent to the tape. Parameters are inputs only to ask for it."""
+
+    @staticmethod
+    def forward(ctx: Any, use: _Use, out: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(*tensors[: use.saved])
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.use.tape._capture(ctx.use, ctx.saved_tensors, cotangent)
+        return (None, cotangent, *[None] * ctx.use.inputs)
+
+
+class _Use:
+    """One use of one layer in one forward pass."""
+
+    __slots__ = ("batch_dim", "inputs", "pieces", "saved", "tape")
+
+    def __init__(self, tape: Tape, pieces: Pieces, batch_dim: int, saved: int, inputs: int) -> None:
+        self.tape, self.pieces, self.batch_dim, self.saved, self.inputs = tape, pieces, batch_dim, saved, inputs
+
+
+class Tape:
+    """Collects the per-owner gradients of a model's trainable parameters over one backward pass.
+
+    ``rows`` says whose rows the next batch holds (one record per row unless told otherwise); ``metric`` is the
+    geometry in which norms will be asked for, because it decides which way of computing them is cheaper.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        loss_reduction: str = "mean",
+        strategy: str = "auto",
+        batch_first: bool = True,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum', as your loss reduces")
+        self.parameters = dict(parameters)
+        self.loss_reduction, self.strategy, self.batch_first = loss_reduction, strategy, batch_first
+        self.metric: Metric = euclidean
+        self.rows: RowMap | None = None
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the last backward pass."""
+        self._pieces: dict[str, list[Piece]] = {}
+        self._derived: list[tuple[Tensor, Piece]] = []
+        self._seen: RowMap | None = None
+        self._scheduled = self.complete = False
+
+    def batch_dim(self, x: Tensor, inner: int = 1) -> int:
+        """Where the batch is in a tensor with ``inner`` feature dimensions: dimension 1 of a time-major sequence."""
+        return 0 if self.batch_first or x.ndim - inner < 2 else 1
+
+    def tap(
+        self,
+        out: Tensor,
+        saved: tuple[Tensor, ...],
+        parameters: tuple[Tensor | None, ...],
+        pieces: Pieces,
+        batch_dim: int = 0,
+    ) -> Tensor:
+        """Pass ``out`` on; in the backward pass ``pieces(saved, cotangent, views)`` names each parameter's gradients."""
+        wanted = [p for p in parameters if p is not None and p.requires_grad]
+        if not wanted:
+            return out
+        # leaves only: backward would free the graph of a computed weight, which is pulled back afterwards
+        present = [leaf for p in wanted for leaf in ([p] if p.is_leaf else _leaves(p))]
+        use = _Use(self, pieces, batch_dim, len(saved), len(saved) + len(present))
+        return _Tap.apply(use, out, *saved, *present)
+
+    def _capture(self, use: _Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        self._begin()
+        if use.batch_dim:
+            saved = tuple(s.movedim(use.batch_dim, 0) for s in saved)
+            cotangent = cotangent.movedim(use.batch_dim, 0)
+        rows = self._rows_of(cotangent.shape[0], cotangent.device)
+        if rows.is_regular:
+            captured = use.pieces(saved, cotangent, rows.views)
+        else:
+            factor = rows.row_factor(cotangent).view(-1, *[1] * (cotangent.ndim - 1))
+            scaled = torch.where(factor == 0, 0.0, cotangent * factor)
+            captured = [
+                (target, Dense(rows.sum_rows(piece.dense()))) for target, piece in use.pieces(saved, scaled, 1)
+            ]
+        for target, piece in captured:
+            name = self._names.get(id(target))
+            if name is None:
+                self._derived.append((target, piece))
+            else:
+                self._pieces.setdefault(name, []).append(self._choose(name, piece))
+
+    def _capture_rows(self, per_row: Mapping[Tensor, Tensor], count: int) -> None:
+        """Gradients that a module computed itself, [rows, *shape] by parameter."""
+        self._begin()
+        for parameter, g in per_row.items():
+            rows = self._rows_of(count, g.device)
+            if not rows.is_regular:
+                factor = rows.row_factor(g).view(-1, *[1] * (g.ndim - 1))
+                g = torch.where(factor == 0, 0.0, g * factor)
+            self._pieces.setdefault(self._names[id(parameter)], []).append(Dense(rows.sum_rows(g)))
+
+    def _begin(self) -> None:
+        if self.complete:
+            raise RuntimeError(
+                "backward() was called a second time before optimizer.step(): per-sample gradients of one batch are "
+                "clipped together. Add the losses and call backward() once, or let max_physical_batch split the batch; "
+                "optimizer.zero_grad() discards a backward pass."
+            )
+        if not self._scheduled:
+            self._scheduled = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _choose(self, name: str, piece: Piece) -> Piece:
+        """Form the gradients now where that is cheaper; elsewhere keep what they are made of."""
+        if isinstance(piece, Dense) or self.strategy == "norms-first":
+            return piece
+        weight = self.metric(name)
+        tied_to_vectors = callable(weight) and not isinstance(weight, Tensor)
+        if self.strategy == "materialise" or tied_to_vectors or piece.prefers_dense:
+            return Dense(piece.dense())
+        return piece
+
+    def _rows_of(self, count: int, device: torch.device) -> RowMap:
+        if self._seen is None:
+            self._seen = RowMap.regular(count) if self.rows is None else self.rows.to(device)
+        if self._seen.rows != count:
+            raise RuntimeError(
+                f"a layer saw {count} rows where {self._seen.rows} were expected: the first dimension must be the "
+                "batch, with the same rows in every forward pass of a step. Keep tokens or windows in later dimensions, "
+                "or pass batch_first=False for time-major sequences."
+            )
+        return self._seen
+
+    def _finish(self) -> None:
+        """At the end of backward: gradients of computed weights are pulled back to the parameters behind them."""
+        for target, piece in self._derived:
+            leaves = [p for p in _leaves(target) if id(p) in self._names]
+            if not leaves:
+                raise RuntimeError("a weight is computed from parameters that were not there when training was made private")
+            for leaf, g in zip(leaves, _pull_back(target, leaves, piece), strict=True):
+                if g is not None:
+                    self._pieces.setdefault(self._names[id(leaf)], []).append(Dense(g))
+        self._derived.clear()
+        self.complete = True
+
+    def gradients(self) -> PerSampleGradients:
+        """The gradients of the last backward pass; the tape is cleared."""
+        if not self.complete or self._seen is None:
+            raise RuntimeError(
+                "optimizer.step() without a backward pass: no layer of the private module took part in one since the "
+                "last step. Call loss.backward() on a loss computed from the module first."
+            )
+        rows = self._seen
+        factor = (rows.rows if self.loss_reduction == "mean" else 1) * (rows.mean_factor() if rows.is_regular else 1.0)
+        pieces = {name: _joined(uses) for name, uses in self._pieces.items()}
+        result = PerSampleGradients(pieces, rows.owners, float(factor), rows.valid)
+        self.clear()
+        self.rows = None
+        return result
+
+
+def _joined(uses: list[Piece]) -> Piece:
+    """A parameter used several times has one gradient: the sum over its uses, before any norm is taken."""
+    if len(uses) == 1:
+        return uses[0]
+    total = uses[0].dense()
+    for piece in uses[1:]:
+        total = total + piece.dense()
+    return Dense(total)
+
+
+def _pull_back(target: Tensor, leaves: list[Tensor], piece: Piece) -> list[Tensor | None]:
+    """Every owner's gradient of a computed weight, through the Jacobian of its computation."""
+    if not piece.count:
+        return [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*batching rule.*")  # slower, not wrong
+        return list(
+            torch.autograd.grad(
+                target, leaves, piece.dense(), retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+        )
+
+
+def _leaves(t: Tensor) -> list[Tensor]:
+    """The leaf tensors that a computed tensor depends on."""
+    found, seen, stack = [], set(), [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack.extend(parent for parent, _ in node.next_functions)
+    return found

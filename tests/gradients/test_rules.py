@@ -1,0 +1,222 @@
+"""Every layer rule against one sample at a time: gradients, norms, diagonal norms, weighted sums, all strategies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from tests.gradients.reference import assert_same, one_by_one, recorded
+
+STRATEGIES = ("auto", "materialise", "norms-first")
+
+
+class TimeMajor(nn.Module):
+    """Feeds a batch-first tensor to a time-major layer and takes its first output back."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        out = self.layer(x.transpose(0, 1))
+        return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x, memory=None):
+        memory = x if memory is None else memory
+        return self.attention(x, memory, memory)
+
+
+class LastState(nn.Module):
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        out, state = self.cell(x)
+        state = state[0] + state[1].sum() * 0 if isinstance(state, tuple) else state
+        return out, state.transpose(0, 1)
+
+
+class Custom(nn.Module):
+    """Raw parameters around child layers: nothing the registry knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(5))
+        self.inner = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) * self.scale) + self.scale.square().sum() * x.sum(-1, keepdim=True)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, w / (w.std((1, 2, 3), keepdim=True) + 1e-5), self.bias)
+
+
+class Unbatchable(nn.Module):
+    """Data-dependent control flow: vmap refuses, the row-by-row fallback does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x * self.w if float(x.detach().sum()) > -1e9 else x
+
+
+CASES = {
+    "linear": (lambda: nn.Linear(5, 3), (5,)),
+    "linear-nobias": (lambda: nn.Linear(5, 3, bias=False), (5,)),
+    "linear-tokens": (lambda: nn.Linear(5, 3), (4, 5)),
+    "linear-many-dims": (lambda: nn.Linear(5, 3), (2, 3, 5)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1), (3, 9)),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3, padding=1), (3, 6, 6)),
+    "conv2d-strided": (lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)), (3, 7, 6)),
+    "conv2d-groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=2, dilation=2), (4, 6, 5)),
+    "conv2d-depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 5, 5)),
+    "conv2d-same": (lambda: nn.Conv2d(2, 3, (4, 3), padding="same"), (2, 5, 6)),
+    "conv2d-reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 6)),
+    "conv2d-circular": (lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="circular"), (2, 5, 6)),
+    "conv2d-replicate": (lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="replicate", stride=2), (2, 5, 6)),
+    "conv2d-wide": (lambda: nn.Conv2d(16, 24, 3, padding=1), (16, 2, 2)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, (2, 3, 2), padding=1, groups=1), (2, 4, 4, 3)),
+    "convt1d": (lambda: nn.ConvTranspose1d(3, 4, 3, stride=2, output_padding=1), (3, 5)),
+    "convt2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 4, 5)),
+    "convt3d": (lambda: nn.ConvTranspose3d(2, 3, 2, dilation=2), (2, 3, 3, 3)),
+    "groupnorm": (lambda: nn.GroupNorm(2, 6), (6, 3, 4)),
+    "groupnorm-flat": (lambda: nn.GroupNorm(3, 6), (6,)),
+    "layernorm": (lambda: nn.LayerNorm(6), (3, 6)),
+    "layernorm-flat": (lambda: nn.LayerNorm(6), (6,)),
+    "layernorm-2d": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
+    "rmsnorm": (lambda: nn.RMSNorm(6), (3, 6)),
+    "attention": (lambda: SelfAttention(), (4, 8)),
+    "attention-biases": (lambda: SelfAttention(add_bias_kv=True, add_zero_attn=True), (4, 8)),
+    "attention-nobias": (lambda: SelfAttention(bias=False), (4, 8)),
+    "lstm": (lambda: LastState(nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)), (5, 4)),
+    "lstm-projected": (lambda: LastState(nn.LSTM(4, 5, proj_size=3, batch_first=True)), (5, 4)),
+    "gru": (lambda: LastState(nn.GRU(4, 3, num_layers=2, batch_first=True)), (5, 4)),
+    "rnn": (lambda: LastState(nn.RNN(4, 3, nonlinearity="relu", bias=False, batch_first=True)), (5, 4)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (4, 8)),
+    "custom": (Custom, (4,)),
+    "custom-conv": (lambda: Standardised(2, 3, 3), (2, 5, 5)),
+    "prelu": (lambda: nn.PReLU(3), (3, 4)),
+    "bilinear-by-hand": (lambda: nn.Sequential(nn.Linear(4, 4), Custom(), nn.Linear(5, 2)), (4,)),
+    "unbatchable": (Unbatchable, (4,)),
+    "spectral-norm": (lambda: parametrizations.spectral_norm(nn.Linear(5, 3)).eval(), (5,)),
+    "weight-norm": (lambda: parametrizations.weight_norm(nn.Conv2d(2, 3, 3)), (2, 5, 5)),
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), (2, 4)),
+}
+
+
+def make(name: str, dtype: torch.dtype, rows: int = 4, seed: int = 0):
+    torch.manual_seed(seed)
+    build, shape = CASES[name]
+    module = build().to(dtype)
+    for p in module.parameters():
+        if p.ndim == 1:  # affine parameters at their defaults would hide mistakes
+            p.data.add_(0.3 * torch.randn_like(p))
+    return module, torch.randn(rows, *shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:.*cannot be batched")
+def test_rule_agrees_with_one_sample_at_a_time(name, strategy):
+    for dtype in (torch.float64, torch.float32):
+        module, x = make(name, dtype)
+        assert_same(recorded(module, (x,), strategy=strategy), one_by_one(module, (x,)), dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:.*cannot be batched")
+def test_an_empty_batch_records_no_owner(name):
+    module, x = make(name, torch.float32)
+    got = recorded(module, (x[:0],))
+    assert got.owners == 0
+    assert all(g.abs().sum() == 0 for g in got.weighted_sum({n: x.new_zeros(0) for n in got.names}).values())
+
+
+def test_rules_do_not_change_the_forward_pass():
+    from erlangen.gradients import Tape, attach, detach
+
+    for name in CASES:
+        module, x = make(name, torch.float64)
+        want = module(x)
+        attach(module, Tape(dict(module.named_parameters())))
+        got = module(x)
+        detach(module)
+        for g, w in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
+            torch.testing.assert_close(g, w, msg=name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 4), channels=st.integers(1, 3), out=st.integers(1, 3), groups=st.integers(1, 2),
+    kernel=st.integers(1, 3), stride=st.integers(1, 3), padding=st.integers(0, 2), dilation=st.integers(1, 2),
+    size=st.integers(5, 8), bias=st.booleans(), strategy=st.sampled_from(STRATEGIES), mode=st.sampled_from(("zeros", "circular")),
+)  # fmt: skip
+def test_any_convolution(rows, channels, out, groups, kernel, stride, padding, dilation, size, bias, strategy, mode):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(
+        channels * groups, out * groups, kernel, stride, padding, dilation, groups, bias, padding_mode=mode
+    ).double()
+    x = torch.randn(rows, channels * groups, size, size, dtype=torch.float64)
+    assert_same(recorded(conv, (x,), strategy=strategy), one_by_one(conv, (x,)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 4), tokens=st.lists(st.integers(1, 4), max_size=3), width=st.integers(1, 6), out=st.integers(1, 6),
+    strategy=st.sampled_from(STRATEGIES), reduction=st.sampled_from(("mean", "sum")),
+)  # fmt: skip
+def test_any_linear(rows, tokens, width, out, strategy, reduction):
+    torch.manual_seed(0)
+    module = nn.Linear(width, out).double()
+    x = torch.randn(rows, *tokens, width, dtype=torch.float64)
+    assert_same(recorded(module, (x,), strategy=strategy, loss_reduction=reduction), one_by_one(module, (x,)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_embedding_with_repeated_and_padding_tokens(strategy):
+    torch.manual_seed(0)
+    module = nn.Embedding(7, 3, padding_idx=2).double()
+    x = torch.tensor([[1, 1, 2, 4], [0, 0, 0, 6], [2, 2, 2, 2]])
+    assert_same(recorded(module, (x,), strategy=strategy), one_by_one(module, (x,)))
+
+
+def test_cross_attention_with_separate_widths_and_masks():
+    class Cross(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+        def forward(self, q, kv):
+            causal = torch.triu(torch.ones(q.shape[1], kv.shape[1], dtype=torch.bool), 2)
+            return self.attention(q, kv, kv, attn_mask=causal, average_attn_weights=False)
+
+    for options in ({}, {"kdim": 5, "vdim": 5}):
+        torch.manual_seed(0)
+        module = Cross(**options).double()
+        inputs = torch.randn(3, 4, 8).double(), torch.randn(3, 5, options.get("kdim", 8)).double()
+        assert_same(recorded(module, inputs), one_by_one(module, inputs))
+
+
+def test_time_major_sequences():
+    for layer in (nn.Linear(4, 3), nn.LayerNorm(4), nn.GRU(4, 3), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)):
+        torch.manual_seed(0)
+        module = TimeMajor(layer.double())
+        x = torch.randn(3, 5, 4, dtype=torch.float64)
+        assert_same(recorded(module, (x,), batch_first=False), one_by_one(module, (x,)))
