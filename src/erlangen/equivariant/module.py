@@ -1,0 +1,56 @@
+"""The base of equivariant layers: ordinary modules on plain tensors, with a declared input and output type."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from erlangen.equivariant.checks import EquivarianceReport, check_equivariance
+from erlangen.equivariant.fields import FieldType
+
+
+class EquivariantModule(nn.Module):
+    """A map from features of type ``in_type`` to features of type ``out_type`` that commutes with the group.
+
+    Inputs and outputs are plain tensors [batch, channels, height, width]. The types are attributes, not tensors, so
+    state dictionaries, deep copies, ``torch.func`` and ``torch.compile`` see an ordinary module.
+    """
+
+    def __init__(self, in_type: FieldType, out_type: FieldType) -> None:
+        super().__init__()
+        self.in_type = in_type
+        self.out_type = out_type
+
+    def check_equivariance(
+        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float = 0.1
+    ) -> EquivarianceReport:
+        """Compare f(g·x) with g·f(x) over the group of the output; see :func:`check_equivariance`."""
+        return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=off_grid_tolerance)
+
+    def export(self) -> nn.Module:
+        """A plain torch layer with the same outputs; the module itself where torch has no such layer."""
+        return copy.deepcopy(self)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_type} → {self.out_type}"
+
+
+def export(network: nn.Module) -> nn.Module:
+    """A copy of ``network`` in which every equivariant layer has become the plain torch layer with the same outputs."""
+    if isinstance(network, EquivariantModule) and type(network).export is not EquivariantModule.export:
+        return network.export()
+    exported = copy.deepcopy(network)
+    for name, child in network.named_children():
+        setattr(exported, name, export(child))
+    return exported
+
+
+def require_permutation(field_type: FieldType, purpose: str) -> None:
+    """Refuse fields on which a pointwise function is not equivariant."""
+    for rho in field_type.distinct:
+        if not rho.permutation:
+            raise ValueError(
+                f"{purpose} acts on each channel and needs permutation representations (trivial, regular, quotient), "
+                f"got {rho}; use a norm, gated or Fourier nonlinearity"
+            )

@@ -1,0 +1,150 @@
+"""Normalisations with per-sample statistics that commute with the group: the two of private equivariant training."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from erlangen.equivariant.fields import FieldType
+from erlangen.equivariant.module import EquivariantModule, require_permutation
+
+
+class EquivariantGroupNorm(EquivariantModule):
+    """Group normalisation of permutation fields (regular, trivial, quotient), ``groups`` groups of fields.
+
+    Statistics are pooled over the fields of a group, the elements of each field and space; with ``per_element=True``
+    each group element has statistics of its own. ``groups=None`` gives every field its own group.
+
+    Parameters, and how they act: ``weight`` [fields] and ``bias`` [fields], shared by the d channels of a field:
+    the dense scale and shift are ``weight.repeat_interleave(d)`` and ``bias.repeat_interleave(d)``, so a gradient
+    w.r.t. the dense ones is summed over each field (:meth:`field_gradient`).
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        field_type: FieldType,
+        groups: int | None = None,
+        *,
+        per_element: bool = False,
+        affine: bool = True,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__(field_type, field_type)
+        require_permutation(field_type, "EquivariantGroupNorm")
+        self.field_size = field_type.uniform("EquivariantGroupNorm").size
+        self.groups = len(field_type) if groups is None else groups
+        if len(field_type) % self.groups:
+            raise ValueError(f"{len(field_type)} fields do not divide into {self.groups} groups; choose a divisor")
+        self.per_element, self.eps = per_element, eps
+        self.weight = nn.Parameter(torch.ones(len(field_type))) if affine else None
+        self.bias = nn.Parameter(torch.zeros(len(field_type))) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.dense_affine()
+        if not self.per_element:
+            return F.group_norm(x, self.groups, weight, bias, self.eps)
+        shape = x.shape
+        split = x.view(shape[0], self.groups, -1, self.field_size, *shape[2:]).transpose(2, 3)
+        normal = F.group_norm(split.reshape(shape), self.groups * self.field_size, eps=self.eps)
+        normal = normal.view(split.shape).transpose(2, 3).reshape(shape)
+        if weight is None or bias is None:
+            return normal
+        extra = (1,) * (x.dim() - 2)
+        return normal * weight.view(-1, *extra) + bias.view(-1, *extra)
+
+    def dense_affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift of every channel."""
+        if self.weight is None or self.bias is None:
+            return None, None
+        return self.weight.repeat_interleave(self.field_size), self.bias.repeat_interleave(self.field_size)
+
+    def field_gradient(self, gradient: Tensor) -> Tensor:
+        """Gradients w.r.t. ``weight`` or ``bias`` [..., fields] from those w.r.t. the dense ones [..., channels]."""
+        return gradient.unflatten(-1, (-1, self.field_size)).sum(-1)
+
+    def init_std(self) -> dict[str, Tensor]:
+        return {name: torch.ones_like(parameter) for name, parameter in self.named_parameters()}
+
+    paper_metric = init_std
+
+    @torch.no_grad()
+    def export(self) -> nn.Module:
+        """An ``nn.GroupNorm``; per-element statistics need the channels sorted by element before, and back after."""
+        channels = self.in_type.size
+        groups = self.groups * (self.field_size if self.per_element else 1)
+        norm = nn.GroupNorm(groups, channels, self.eps, affine=self.weight is not None)
+        order = torch.arange(channels)
+        if self.per_element:
+            order = order.view(self.groups, -1, self.field_size).transpose(1, 2).reshape(-1)
+        weight, bias = self.dense_affine()
+        if weight is not None and bias is not None:
+            norm.to(weight)
+            norm.weight.copy_(weight[order])
+            norm.bias.copy_(bias[order])
+        if not self.per_element:
+            return norm.train(self.training)
+        return nn.Sequential(permutation_conv(order), norm, permutation_conv(order.argsort())).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_type}, groups={self.groups}, per_element={self.per_element}, eps={self.eps}"
+
+
+@torch.no_grad()
+def permutation_conv(order: Tensor) -> nn.Conv2d:
+    """A 1×1 convolution whose output channel c is input channel ``order[c]``."""
+    conv = nn.Conv2d(len(order), len(order), 1, bias=False)
+    conv.weight.copy_(torch.eye(len(order))[order][..., None, None])
+    return conv.requires_grad_(False)
+
+
+class FieldInstanceNorm(EquivariantModule):
+    """i.i.d. instance normalisation of any fields: per sample and field, over space.
+
+    Under the group only trivial irreps have a mean, and the covariance of an irreducible field is λ·1 with
+    λ = E‖y‖²/d (Eqs. 5–7 of Hölzl et al., 2023). So the spatial mean is removed from the trivial irreps only, and the
+    field is divided by √(λ + ε). Gradients flow through both statistics; nothing is shared between samples.
+
+    Parameters, and how they act: ``weight`` [fields] scales each field; ``bias`` [number of trivial irreps] is added
+    along the invariant vectors.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    invariants: Tensor
+    spread: Tensor
+    field_of: Tensor
+
+    def __init__(self, field_type: FieldType, *, affine: bool = True, eps: float = 1e-5) -> None:
+        super().__init__(field_type, field_type)
+        self.eps = eps
+        dtype = torch.get_default_dtype()
+        field_of = torch.as_tensor(field_type.field_of_channel)
+        sizes = torch.tensor([rho.size for rho in field_type.representations], dtype=dtype)
+        self.register_buffer("invariants", torch.as_tensor(field_type.invariants()).to(dtype), persistent=False)
+        self.register_buffer("field_of", field_of, persistent=False)
+        # [channels, fields]: mean over the components of each field
+        self.register_buffer("spread", F.one_hot(field_of, len(field_type)).to(dtype) / sizes, persistent=False)
+        self.weight = nn.Parameter(torch.ones(len(field_type))) if affine else None
+        self.bias = nn.Parameter(torch.zeros(self.invariants.shape[1])) if affine and self.invariants.shape[1] else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
+        mean = flat.mean(-1) @ self.invariants @ self.invariants.T
+        centred = flat - mean.unsqueeze(-1)
+        variance = centred.square().mean(-1) @ self.spread
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        out = centred * scale.index_select(-1, self.field_of).unsqueeze(-1)
+        if self.bias is not None:
+            out = out + (self.invariants @ self.bias).unsqueeze(-1)
+        return out.view(x.shape)
+
+    def init_std(self) -> dict[str, Tensor]:
+        return {name: torch.ones_like(parameter) for name, parameter in self.named_parameters()}
+
+    paper_metric = init_std
