@@ -12,9 +12,11 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "PrivacyEngine": "erlangen.engine",
+    "RowMap": "erlangen.gradients.rows",
+    "fix": "erlangen.gradients.independence",
 }
 
-__all__ = ["PrivacyEngine", "__version__"]
+__all__ = ["PrivacyEngine", "RowMap", "__version__", "fix"]
 
 
 def __getattr__(name: str) -> Any:

@@ -110,8 +110,9 @@ class Outer(Piece):
         return torch.einsum("nto,nti->noi", self.d, self.a)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        d = self.d * w.to(self.d.dtype)[:, None, None]
-        return d.flatten(0, 1).t() @ self.a.flatten(0, 1)
+        precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
+        d = self.d.to(precise) * w.to(precise)[:, None, None]
+        return d.flatten(0, 1).t() @ self.a.flatten(0, 1).to(precise)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         a, d = self.a.to(accumulate_dtype(self.a)), self.d.to(accumulate_dtype(self.d))

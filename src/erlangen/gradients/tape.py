@@ -115,7 +115,12 @@ class Tape:
         self.metric: Metric = euclidean
         self.rows: RowMap | None = None
         self._names = {id(p): name for name, p in self.parameters.items()}
+        self._ignored: set[int] = set()
         self.clear()
+
+    def ignore(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Parameters that ask for gradients but are nobody's to update: their gradients are not recorded."""
+        self._ignored.update(id(p) for p in parameters)
 
     def clear(self) -> None:
         """Forget the last backward pass."""
@@ -161,6 +166,8 @@ class Tape:
             ]
         for target, piece in captured:
             name = self._names.get(id(target))
+            if id(target) in self._ignored:
+                continue
             if name is None:
                 self._derived.append((target, piece))
             else:
@@ -170,6 +177,8 @@ class Tape:
         """Gradients that a module computed itself, [rows, *shape] by parameter."""
         self._begin()
         for parameter, g in per_row.items():
+            if id(parameter) in self._ignored:
+                continue
             rows = self._rows_of(count, g.device)
             if not rows.is_regular:
                 factor = rows.row_factor(g).view(-1, *[1] * (g.ndim - 1))
@@ -211,9 +220,13 @@ class Tape:
     def _finish(self) -> None:
         """At the end of backward: gradients of computed weights are pulled back to the parameters behind them."""
         for target, piece in self._derived:
-            leaves = [p for p in _leaves(target) if id(p) in self._names]
-            if not leaves:
-                raise RuntimeError("a weight is computed from parameters that were not there when training was made private")
+            behind = [target] if target.is_leaf else _leaves(target)
+            leaves = [p for p in behind if id(p) in self._names]
+            if any(id(p) not in self._names and id(p) not in self._ignored for p in behind):
+                raise RuntimeError(
+                    "a parameter takes part in training that did not when the module was made private (added or "
+                    "unfrozen since). Call make_private again after changing which parameters train."
+                )
             for leaf, g in zip(leaves, _pull_back(target, leaves, piece), strict=True):
                 if g is not None:
                     self._pieces.setdefault(self._names[id(leaf)], []).append(Dense(g))

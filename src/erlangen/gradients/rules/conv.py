@@ -80,8 +80,9 @@ class Conv(Piece):
         return torch.cat(parts).view(self.count, *self.shape)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        rows = w.to(self.d.dtype).repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
-        return self.geometry.weight_gradient(self.x, self.d * rows, self.shape)
+        precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
+        rows = w.to(precise).repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
+        return self.geometry.weight_gradient(self.x.to(precise), self.d.to(precise) * rows, self.shape)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None or self.prefers_dense:

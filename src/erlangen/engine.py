@@ -1,0 +1,177 @@
+"""PrivacyEngine: the door most users come through.
+
+    engine = erlangen.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+
+After that an ordinary loop (`zero_grad`, `loss.backward()`, `step()`) is differentially private. The module is the
+user's own module, the optimizer the user's own optimizer; only the data loader is another one, because batches have to
+be drawn by Poisson sampling for the accounting to be true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from erlangen import accounting
+from erlangen.gradients.independence import fix, known_problems
+from erlangen.mechanisms.base import Mechanism
+from erlangen.mechanisms.clipping.base import ClippingRule
+from erlangen.private import PrivateTraining, prepare
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+_OPACUS_MODES = (None, "hooks", "functorch", "ew")
+
+
+class PrivacyEngine:
+    """Makes training private and says what it cost.
+
+    ``secure`` draws noise and batches from the operating system's cryptographic generator; ``seed`` makes a run
+    reproducible, and therefore not fit for release. ``accountant`` is the method `get_epsilon` reports: "pld" or "rdp".
+    """
+
+    def __init__(
+        self,
+        *,
+        accountant: str = "pld",
+        secure: bool = False,
+        seed: int | None = None,
+        run_id: str = "",
+        secure_mode: bool = False,
+    ) -> None:
+        method = {"prv": "pld"}.get(accountant, accountant)  # Opacus's name for the same numerical accounting
+        if method not in ("pld", "rdp"):
+            raise ValueError(f"accountant is {accountant!r}; choose 'pld' or 'rdp'")
+        if (secure or secure_mode) and seed is not None:
+            raise ValueError("secure=True and seed= exclude each other: seeded noise can be drawn again by anyone")
+        self.method, self.secure, self.seed, self.run_id = method, secure or secure_mode, seed, run_id
+        self.accountant = accounting.Accountant()
+        self.training: PrivateTraining | None = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        noise_multiplier: float | None = None,
+        max_grad_norm: float | Sequence[float] | None = None,
+        poisson_sampling: bool = True,
+        loss_reduction: str = "mean",
+        mechanism: str | Mechanism = "iso",
+        mechanism_options: Mapping[str, Any] | None = None,
+        clipping: str | ClippingRule = "flat",
+        clipping_options: Mapping[str, Any] | None = None,
+        max_physical_batch: int | str | None = None,
+        unit: str | Sequence[Any] | None = None,
+        batch_first: bool = True,
+        strategy: str = "auto",
+        criterion: Callable[..., Any] | None = None,
+        denoiser: Callable[..., Any] | None = None,
+        check: bool = True,
+        grad_sample_mode: str | None = None,
+    ) -> tuple[nn.Module, Optimizer, DataLoader]:
+        """Returns the same module, the same optimizer, and a loader that samples privately. Nothing changes on error.
+
+        Args:
+            noise_multiplier: σ, the noise per unit of sensitivity; 0 is allowed and reports ε = ∞.
+            max_grad_norm: the clipping bound C (one bound per parameter for ``clipping="per-layer"``, if you like).
+            loss_reduction: how *your* loss combines rows, "mean" or "sum"; ``criterion=`` lets it be checked.
+            mechanism: a registered name or a `Mechanism` object.
+            max_physical_batch: rows held in memory at once, or "auto"; results do not depend on it.
+            unit: the unit of privacy if it is not the record: one label per record, or the name of an attribute or key.
+            strategy: how layers compute norms: "auto", "materialise" or "norms-first".
+            denoiser: post-processing of the private gradient (free): ``denoiser(gradients, variances) -> gradients``.
+            check: run the two-sample independence probe on made-up inputs of the data's shape.
+            grad_sample_mode: accepted for scripts written for Opacus; rules and fallback are chosen per layer.
+        """
+        if grad_sample_mode not in _OPACUS_MODES:
+            raise ValueError(
+                f"grad_sample_mode={grad_sample_mode!r} is not needed: norms-first layers are chosen automatically. Drop it, "
+                "and keep your own criterion (strategy='norms-first' forces it everywhere)"
+            )
+        if isinstance(mechanism, str) and noise_multiplier is None:
+            raise ValueError("noise_multiplier is missing: give σ, or use make_private_with_epsilon")
+        self.training = prepare(
+            module, optimizer, data_loader, self.accountant,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, poisson_sampling=poisson_sampling,
+            loss_reduction=loss_reduction, mechanism=mechanism, mechanism_options=mechanism_options or {},
+            clipping=clipping, clipping_options=clipping_options or {}, max_physical_batch=max_physical_batch, unit=unit,
+            batch_first=batch_first, strategy=strategy, criterion=criterion, denoiser=denoiser, check=check,
+            seed=self.seed, run_id=self.run_id, secure=self.secure,
+        )  # fmt: skip
+        return module, optimizer, self.training.loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        **options: Any,
+    ) -> tuple[nn.Module, Optimizer, DataLoader]:
+        """As `make_private`, with the least σ for which ``epochs`` epochs cost at most (ε, δ)."""
+        if not epochs or epochs < 1:
+            raise ValueError(f"epochs is {epochs}; train for at least one")
+        if "noise_multiplier" in options:
+            raise ValueError("noise_multiplier and target_epsilon exclude each other: leave the noise multiplier out")
+        result = self.make_private(
+            module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=1.0, **options
+        ) if isinstance(options.get("mechanism", "iso"), str) else self.make_private(
+            module=module, optimizer=optimizer, data_loader=data_loader, **options
+        )  # fmt: skip
+        assert self.training is not None
+        try:
+            self.training.calibrate(target_epsilon, target_delta, epochs * self.training.sampler.steps_per_epoch, self.method)
+        except Exception:
+            self.remove()
+            raise
+        return result
+
+    def get_epsilon(self, delta: float, method: str | None = None) -> float:
+        """ε spent so far at this δ."""
+        return self.accountant.epsilon(delta, method or self.method)  # type: ignore[arg-type]
+
+    def event(self) -> DpEvent:
+        """The event of one step, amplification included."""
+        return self._active().event()
+
+    def remove(self) -> None:
+        """Give module and optimizer back as they were. What was spent stays spent."""
+        if self.training is not None:
+            self.training.remove()
+            self.training = None
+
+    def _active(self) -> PrivateTraining:
+        if self.training is None:
+            raise RuntimeError("nothing is private yet: call make_private first")
+        return self.training
+
+    @staticmethod
+    def validate(module: nn.Module, strict: bool = False) -> list[str]:
+        """Known reasons why this module cannot train privately; with ``strict`` they are raised."""
+        problems = known_problems(module)
+        if problems and strict:
+            raise ValueError("; ".join(problems))
+        return problems
+
+    @staticmethod
+    def is_compatible(module: nn.Module) -> bool:
+        return not known_problems(module)
+
+    @staticmethod
+    def fix(module: nn.Module) -> nn.Module:
+        """Replace what cannot train privately (BatchNorm → GroupNorm); returns the module."""
+        return fix(module)
+
+    get_compatible_module = fix

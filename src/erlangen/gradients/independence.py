@@ -1,0 +1,156 @@
+"""Does any module mix samples? Known ones by type, unknown ones by experiment.
+
+The experiment: run a batch, change everything but row 0, run again with the same random numbers. A module whose inputs
+agree in row 0 but whose outputs do not has looked at other rows; per-sample clipping would not bound their influence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_STATEFUL_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class MixesSamples(ValueError):
+    """A module whose output for one record depends on others."""
+
+
+def known_problems(module: nn.Module) -> list[str]:
+    """Modules that are known to mix samples or to keep un-noised statistics, with the cure."""
+    problems = []
+    for path, m in module.named_modules():
+        where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS):
+            problems.append(f"{where} mixes samples; use GroupNorm, or call erlangen.fix(model)")
+        elif isinstance(m, _STATEFUL_NORMS) and m.track_running_stats:
+            problems.append(f"{where} keeps running statistics of private records; set track_running_stats=False, "
+                            "or call erlangen.fix(model)")  # fmt: skip
+        elif isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq):
+            problems.append(f"{where} uses max_norm or scale_grad_by_freq, which depend on the whole batch; turn them off")
+        elif isinstance(m, nn.modules.lazy.LazyModuleMixin) and m.has_uninitialized_params():
+            problems.append(f"{where} has no parameters yet; run one forward pass before making it private")
+    return problems
+
+
+def fix(module: nn.Module) -> nn.Module:
+    """The module with every known problem replaced: BatchNorm → GroupNorm, running statistics off. In place."""
+    replacement = _replacement(module)
+    if replacement is not None:
+        return replacement
+    for name, child in module.named_children():
+        setattr(module, name, fix(child))
+    return module
+
+
+def _replacement(m: nn.Module) -> nn.Module | None:
+    if isinstance(m, _STATEFUL_NORMS):
+        new: nn.Module = type(m)(m.num_features, m.eps, affine=m.affine, track_running_stats=False)
+    elif isinstance(m, nn.modules.batchnorm._BatchNorm):
+        groups = max(g for g in range(1, min(32, m.num_features) + 1) if m.num_features % g == 0)
+        new = nn.GroupNorm(groups, m.num_features, m.eps, affine=m.affine)
+    elif isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq):
+        m.max_norm, m.scale_grad_by_freq = None, False
+        return m
+    else:
+        return None
+    if m.affine:
+        new.weight, new.bias = m.weight, m.bias
+    return new.train(m.training)
+
+
+def check_independence(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Raise `MixesSamples`, naming the module, if row 0 of any module's output depends on the other rows."""
+    others = tuple(_changed(t) for t in inputs)
+    with _untouched(module):
+        first, second = _trace(module, inputs), _trace(module, others)
+    for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
+        if _same(in_a, in_b) and not _same(out_a, out_b):
+            where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
+            raise MixesSamples(
+                f"{where} mixes samples: its output for one record changes with the other records of the batch, so "
+                "clipping one record's gradient does not bound its influence. Make it treat rows independently "
+                "(GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
+            )
+
+
+def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, reduction: str) -> None:
+    """Raise if a loss mixes samples, or if its reduction is not the one that was announced."""
+    declared = getattr(criterion, "reduction", reduction)
+    if declared != reduction:
+        raise ValueError(
+            f"loss_reduction is {reduction!r} but the criterion reduces by {declared!r}; pass loss_reduction={declared!r}"
+            if declared in ("mean", "sum")
+            else f"the criterion's reduction is {declared!r}; use 'mean' or 'sum'"
+        )
+    if outputs.shape[0] < 2 or not outputs.is_floating_point():
+        return
+
+    def gradient(logits: Tensor) -> Tensor:
+        logits = logits.detach().clone().requires_grad_()
+        return torch.autograd.grad(criterion(logits, targets), logits)[0][:1]
+
+    if not _same([gradient(outputs)], [gradient(_changed(outputs))]):
+        raise MixesSamples(
+            f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others. Use "
+            "a loss that is a mean or a sum of per-sample terms with fixed weights."
+        )
+
+
+def _changed(t: Tensor) -> Tensor:
+    """The same tensor with every row but the first replaced by other values of the same kind."""
+    if not t.ndim or t.shape[0] < 2:
+        return t
+    other = t.clone()
+    other[1:] = t[:1] if not t.is_floating_point() else 2 * torch.randn_like(t[1:]) + 1
+    return other
+
+
+def _trace(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str, nn.Module, list[Tensor], list[Tensor]]]:
+    """(path, module, row 0 of its inputs, row 0 of its outputs) in order of completion, innermost first."""
+    seen: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]] = []
+    rows = inputs[0].shape[0]
+    hooks = []
+    for path, m in module.named_modules():
+
+        def note(m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
+            seen.append((path, m, _first_rows((args, kwargs), rows), _first_rows(out, rows)))
+
+        hooks.append(m.register_forward_hook(note, with_kwargs=True))
+    try:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            module(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _first_rows(tree: Any, rows: int) -> list[Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [t[0].clone() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        return False
+    return all(torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True) for x, y in zip(a, b, strict=True))
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Buffers and random states are as they were afterwards."""
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for name, b in module.named_buffers():
+                b.data.copy_(buffers[name])

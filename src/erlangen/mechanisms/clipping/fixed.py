@@ -1,0 +1,68 @@
+"""Rules whose bound never moves: flat, per-layer, AUTO-S, PSAC. Each has sensitivity C."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from erlangen.mechanisms.clipping.base import ClippingRule, register_clipping
+
+
+@register_clipping("flat")
+class Flat(ClippingRule):
+    """w_i = min(1, C/‖g_i‖) (Abadi et al. 2016)."""
+
+    def weights(self, norms: Tensor) -> Tensor:
+        return (self.safe_bound(norms) / norms).clamp(max=1.0)
+
+
+@register_clipping("per-layer")
+class PerLayer(ClippingRule):
+    """Each parameter l has its own C_l, with Σ C_l² = C². One number C is shared equally: C_l = C/√L."""
+
+    def __init__(self, bound: float | Sequence[float]) -> None:
+        self.bounds = None if isinstance(bound, (int, float)) else [float(b) for b in bound]
+        if self.bounds is not None and not all(math.isfinite(b) and b > 0 for b in self.bounds):
+            raise ValueError(f"max_grad_norm holds {self.bounds}; every layer's bound must be positive and finite")
+        super().__init__(bound if isinstance(bound, (int, float)) else math.hypot(*self.bounds))  # type: ignore[misc]
+
+    def groups(self, names: Sequence[str]) -> list[list[str]]:
+        if self.bounds is not None and len(self.bounds) != len(names):
+            raise ValueError(f"max_grad_norm has {len(self.bounds)} bounds for {len(names)} parameters: {list(names)}")
+        return [[name] for name in names]
+
+    def weights(self, norms: Tensor) -> Tensor:
+        each = self.bounds or [self.bound / math.sqrt(norms.shape[0])] * norms.shape[0]
+        bounds = torch.tensor(each, dtype=norms.dtype, device=norms.device)[:, None]
+        return (bounds * self.safe_bound(norms, 1.0) / norms).clamp(max=1.0)
+
+
+@register_clipping("auto-s")
+class AutoS(ClippingRule):
+    """w_i = C/(‖g_i‖ + γ): every gradient is normalised, small ones a little less (Bu et al. 2023)."""
+
+    def __init__(self, bound: float, gamma: float = 0.01) -> None:
+        super().__init__(bound)
+        if not gamma > 0:
+            raise ValueError(f"gamma is {gamma}; AUTO-S needs γ > 0")
+        self.gamma = gamma
+
+    def weights(self, norms: Tensor) -> Tensor:
+        return self.safe_bound(norms) / (norms + self.gamma)
+
+
+@register_clipping("psac")
+class PSAC(ClippingRule):
+    """w_i = C/(‖g_i‖ + r/(‖g_i‖ + r)): small gradients are not blown up (Xia et al. 2023)."""
+
+    def __init__(self, bound: float, r: float = 0.1) -> None:
+        super().__init__(bound)
+        if not r > 0:
+            raise ValueError(f"r is {r}; PSAC needs r > 0")
+        self.r = r
+
+    def weights(self, norms: Tensor) -> Tensor:
+        return self.safe_bound(norms) / (norms + self.r / (norms + self.r))

@@ -1,0 +1,152 @@
+"""Clip, sum, add Gaussian noise — in any linear geometry. ISO, plain DP-SGD, is the identity geometry.
+
+    g̃_i = T g_i,   w_i from the clipping rule so that ‖w_i g̃_i‖ ≤ C,   release  T⁺(Σ w_i g̃_i + N(0, σ²C²I)) / B
+
+Sensitivity C under add/remove of one owner: each term of the sum has norm ≤ C and depends on one owner alone. Noise
+multiplier σ, so one release is Gaussian(σ). T must be fixed before training. Because T is linear the raw gradients are
+summed and mapped once; nothing is materialised in the new coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from erlangen.accounting import gaussian
+from erlangen.gradients.pieces import Weight
+from erlangen.gradients.tape import PerSampleGradients
+from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.clipping import ClippingRule, Flat
+from erlangen.mechanisms.geometry import Geometry
+from erlangen.mechanisms.noise import NoiseSource
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+class GaussianMechanism(Mechanism):
+    """Geometry × clipping rule × noise: three independent choices."""
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        clipping: ClippingRule | float = 1.0,
+        geometry: Geometry | None = None,
+        noise: NoiseSource | None = None,
+        name: str = "iso",
+    ) -> None:
+        super().__init__(noise_multiplier, noise)
+        self.clipping = clipping if isinstance(clipping, ClippingRule) else Flat(clipping)
+        self.geometry = Geometry() if geometry is None else geometry
+        self.name = name
+
+    @property
+    def sensitivity(self) -> float:
+        return self.clipping.sensitivity
+
+    @property
+    def std(self) -> float:
+        """Noise on each coordinate of T⁺'s argument."""
+        return self.clipping.gradient_multiplier(self.noise_multiplier) * self.clipping.sensitivity
+
+    def noise_std(self, name: str) -> Tensor | float:
+        energy = self.geometry.energy(name, self._like[name])
+        return self.std * (energy.sqrt() if isinstance(energy, Tensor) else energy**0.5)
+
+    def covariance(self, name: str) -> Tensor:
+        d = self.shapes[name].numel()
+        units = torch.eye(d, dtype=torch.float64).view(d, *self.shapes[name])
+        coordinates = self.geometry.forward(name, units)
+        basis = torch.eye(coordinates[0].numel(), dtype=torch.float64).view(-1, *coordinates.shape[1:])
+        back = self.geometry.inverse(name, basis).reshape(basis.shape[0], d)
+        return self.std**2 * back.T @ back
+
+    def event(self, noise_multiplier: float | None = None) -> DpEvent:
+        return gaussian(self.noise_multiplier if noise_multiplier is None else noise_multiplier)
+
+    def bind(self, parameters: Mapping[str, Tensor], expected_batch: float = 1.0) -> None:
+        super().bind(parameters, expected_batch)
+        self.geometry.bind(self.shapes)
+        self.clipping.prepare(self.noise_multiplier, expected_batch)
+        self.clipping.groups(list(self.shapes))
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sum = self._zeros()
+        self._side_total, self._side_std = 0.0, 0.0
+
+    def metric(self, name: str) -> Weight:
+        return self.geometry.weight(name)
+
+    def accumulate(self, gradients: PerSampleGradients) -> None:
+        if not gradients.owners or not gradients.names:
+            return
+        groups = [[n for n in group if n in gradients.names] for group in self.clipping.groups(list(self.shapes))]
+        gradients, norms = finite(gradients, gradients.norms_squared(self.metric), groups)
+        weights = self.clipping.weights(norms)
+        if gradients.valid is not None:
+            weights = torch.where(gradients.valid, weights, 0.0)
+        by_name = {name: weights[k] for k, group in enumerate(groups) for name in group}
+        for name, total in gradients.weighted_sum(by_name).items():
+            self._sum[name] += total
+        self._ask(norms, gradients.valid)
+
+    def _ask(self, norms: Tensor, valid: Tensor | None) -> None:
+        query = self.clipping.side_query(norms)
+        if query is not None:
+            values = query.values if valid is None else torch.where(valid, query.values, 0.0)
+            self._side_total += float(values.sum())
+            self._side_std = query.std
+
+    def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        self.noise.next_release()
+        std, released = self.std, {}
+        for name, total in self._sum.items():
+            noisy = self.noise.perturb(self.geometry.forward(name, total), std)
+            released[name] = self.geometry.inverse(name, noisy) / expected_batch
+        self._adapt(expected_batch)
+        self._reset()
+        return released
+
+    def _adapt(self, expected_batch: float) -> None:
+        """Side queries are asked of empty batches too: then the answer is noise alone."""
+        empty = self.clipping.side_query(torch.zeros(1, 0))
+        if empty is not None and self.noise_multiplier > 0:
+            total = torch.tensor([self._side_total], dtype=torch.float64)
+            self.clipping.update(float(self.noise.perturb(total, empty.std)), expected_batch)
+        elif empty is not None:
+            self.clipping.update(self._side_total, expected_batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "clipping": self.clipping.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.clipping.load_state_dict(state["clipping"])
+
+    def describe(self) -> dict[str, Any]:
+        rule = type(self.clipping).__name__
+        return {**super().describe(), "clipping": rule, "geometry": type(self.geometry).__name__, "noise_std": self.std}
+
+
+def finite(
+    gradients: PerSampleGradients, squared: Mapping[str, Tensor], groups: list[list[str]]
+) -> tuple[PerSampleGradients, Tensor]:
+    """Norms per group, [groups, n]; owners with a gradient that is not finite are set to exactly zero."""
+    zero = next(iter(squared.values())).new_zeros(gradients.owners)
+    total = torch.stack([sum((squared[n].to(zero) for n in group), zero) for group in groups])
+    bad = ~torch.isfinite(total).all(0)
+    if bool(bad.any()):
+        gradients, total = gradients.without(bad), torch.where(bad, 0.0, total)
+    return gradients, total.sqrt()
+
+
+@register_mechanism("iso")
+def iso(context: Context) -> Mechanism:
+    """DP-SGD (Abadi et al. 2016): the identity geometry."""
+    if context.options:
+        raise ValueError(f"mechanism 'iso' takes no options, got {sorted(context.options)}")
+    return GaussianMechanism(context.noise_multiplier, context.clipping, None, context.noise)

@@ -1,0 +1,68 @@
+"""The coordinates in which gradients are clipped and noised.
+
+A geometry is an invertible (or projecting) linear map T per parameter, fixed before training and independent of data.
+Gradients are clipped by ‖T g‖; the sum of raw gradients is mapped once, noised isotropically, and mapped back by T⁺. The
+released covariance is therefore s²·T⁺T⁺ᵀ for noise of standard deviation s, and the sensitivity is that of the clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from erlangen.gradients.pieces import Weight
+
+
+class Geometry:
+    """Identity: the Euclidean norm. Subclasses change the coordinates."""
+
+    def bind(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Learn the parameters' shapes; raise if this geometry does not fit them."""
+
+    def weight(self, name: str) -> Weight:
+        """How a layer rule measures ‖T g‖ without forming T g: None, a diagonal, or a function of the gradients."""
+        return None
+
+    def forward(self, name: str, g: Tensor) -> Tensor:
+        """T g, for gradients with any leading dimensions."""
+        return g
+
+    def inverse(self, name: str, c: Tensor) -> Tensor:
+        """T⁺ c"""
+        return c
+
+    def energy(self, name: str, like: Tensor) -> Tensor | float:
+        """Per-coordinate variance of T⁺z for white z of variance 1 (the diagonal of T⁺T⁺ᵀ)."""
+        return 1.0
+
+
+class Diagonal(Geometry):
+    """T = diag(1/m): coordinates with a large m are clipped less and noised more. m must not depend on the data."""
+
+    def __init__(self, m: Mapping[str, Tensor]) -> None:
+        for name, t in m.items():
+            if not bool(torch.isfinite(t).all()) or bool((t <= 0).any()):
+                raise ValueError(f"the metric of {name!r} has entries that are not positive and finite: min {float(t.min())}")
+        self.m = {name: t.detach().clone() for name, t in m.items()}
+        self._inverse = {name: 1.0 / t for name, t in self.m.items()}
+
+    def bind(self, shapes: Mapping[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            if name not in self.m:
+                raise ValueError(f"the metric has no entry for parameter {name!r}; give one positive number per coordinate")
+            if self.m[name].shape != shape:
+                raise ValueError(f"the metric of {name!r} has shape {tuple(self.m[name].shape)}, not {tuple(shape)}")
+
+    def weight(self, name: str) -> Weight:
+        return self._inverse[name]
+
+    def forward(self, name: str, g: Tensor) -> Tensor:
+        return g * self._inverse[name].to(g)
+
+    def inverse(self, name: str, c: Tensor) -> Tensor:
+        return c * self.m[name].to(c)
+
+    def energy(self, name: str, like: Tensor) -> Tensor | float:
+        return self.m[name].to(like).square()

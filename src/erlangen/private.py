@@ -1,0 +1,278 @@
+"""One module in private training: the tape, the mechanism, the sampler and the optimizer's step, wired together."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
+
+from erlangen.accounting import Accountant
+from erlangen.accounting import noise_multiplier as calibrated
+from erlangen.gradients.attach import attach, detach, is_attached
+from erlangen.gradients.independence import check_independence, check_loss, known_problems
+from erlangen.gradients.rows import RowMap
+from erlangen.gradients.tape import Tape
+from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism
+from erlangen.sampling import PoissonSampler, PrivateLoader, Sampler, ShuffledBatches, Units, find_physical_batch
+from erlangen.sampling.loader import refuse_iterable
+from erlangen.sampling.units import unit_labels
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+class PrivateTraining:
+    """The state of private training. Made by `prepare`, kept by the engine."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, tape: Tape, mechanism: Mechanism, sampler: Sampler,
+        accountant: Accountant, denoiser: Callable[..., Any] | None,
+    ) -> None:  # fmt: skip
+        self.module, self.optimizer, self.tape = module, optimizer, tape
+        self.mechanism, self.sampler, self.accountant, self.denoiser = mechanism, sampler, accountant, denoiser
+        self.loader: PrivateLoader
+        #: called with the event before each release; a ledger writes here
+        self.before_release: list[Callable[[DpEvent], None]] = []
+        self._last, self._pending, self._event = True, False, None
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def announce(self, rows: RowMap, first: bool = True, last: bool = True) -> None:
+        """The next batch holds these rows; it is the ``first`` / ``last`` physical part of its logical batch."""
+        if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
+            self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
+            self._pending = False
+        self.tape.clear()
+        self.tape.rows, self._last = rows, last
+
+    def take(self) -> bool:
+        """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
+        self.mechanism.accumulate(self.tape.gradients())
+        self._pending = True
+        if not self._last:
+            self._clear_gradients()
+            return False
+        event = self.event()
+        self.accountant.record(event)
+        for told in self.before_release:
+            told(event)
+        released = self.mechanism.finish(self.sampler.expected_batch)
+        self._pending = False
+        self._hand_over(released)
+        return True
+
+    def _hand_over(self, released: dict[str, Tensor]) -> None:
+        if self.denoiser is not None or hasattr(self.optimizer, "set_noise_variance"):
+            scale = self.sampler.expected_batch**-2
+            square = lambda s: s * s * scale  # noqa: E731
+            variances = {name: square(self.mechanism.noise_std(name)) for name in released}
+            if self.denoiser is not None:
+                released = self.denoiser(released, variances)
+            else:
+                parameters = self.tape.parameters
+                self.optimizer.set_noise_variance({parameters[n]: v for n, v in variances.items()})
+        for name, parameter in self.tape.parameters.items():
+            parameter.grad = released[name].to(parameter.dtype)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.tape.parameters.values():
+            parameter.grad = None
+
+    def event(self) -> DpEvent:
+        """One step's event; made once, because σ does not move during training."""
+        if self._event is None:
+            self._event = self.sampler.event(self.mechanism.event())
+        return self._event
+
+    # -- before and after -----------------------------------------------------------------------------------------
+
+    def calibrate(self, target_epsilon: float, delta: float, steps: int, method: str) -> None:
+        """Choose the least σ whose ``steps`` steps cost at most (ε, δ)."""
+        rate = self.sampler.sample_rate if isinstance(self.sampler, PoissonSampler) else 1.0
+        sigma = calibrated(
+            target_epsilon, delta, rate, steps, method=method, make_event=lambda s: self.mechanism.event(s)  # type: ignore[arg-type]
+        )
+        self.mechanism.noise_multiplier = sigma
+        self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
+        self._event = None
+
+    def remove(self) -> None:
+        detach(self.module)
+        for name in ("step", "zero_grad", "add_param_group"):
+            self.optimizer.__dict__.pop(name, None)
+        self.optimizer.__dict__.update(self._shadowed)
+
+    def install(self) -> None:
+        """From here on the module records and the optimizer steps privately."""
+        attach(self.module, self.tape)
+        optimizer, training = self.optimizer, self
+        self._shadowed = {n: optimizer.__dict__[n] for n in ("step", "zero_grad") if n in optimizer.__dict__}
+        plain_step, plain_zero = optimizer.step, optimizer.zero_grad
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            """Private step: noise is added once per logical batch; physical parts before the last only add up."""
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if training.take():
+                plain_step()
+            return loss
+
+        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+            if training.tape.complete:
+                training.tape.clear()
+            plain_zero(set_to_none)
+
+        def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
+            raise RuntimeError(
+                "parameters cannot be added while training is private: their gradients would not be noised. Call "
+                "engine.remove(), change the optimizer, and make_private again."
+            )
+
+        step.is_private = True  # type: ignore[attr-defined]
+        if hasattr(plain_step, "_wrapped_by_lr_sched"):  # a scheduler made before looks for its own mark
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        for fn in (step, zero_grad, add_param_group):
+            optimizer.__dict__[fn.__name__] = types.MethodType(fn, optimizer)
+
+
+def prepare(
+    module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, accountant: Accountant, *, noise_multiplier: float | None,
+    max_grad_norm: Any, poisson_sampling: bool, loss_reduction: str, mechanism: str | Mechanism,
+    mechanism_options: Mapping[str, Any], clipping: Any, clipping_options: Mapping[str, Any],
+    max_physical_batch: int | str | None, unit: Any, batch_first: bool, strategy: str, criterion: Any, denoiser: Any,
+    check: bool, seed: int | None, run_id: str, secure: bool,
+) -> PrivateTraining:  # fmt: skip
+    """Check everything, then install. Nothing is changed if anything is wrong."""
+    refuse_iterable(data_loader)
+    _refuse_module(module)
+    parameters = _trainable(module, optimizer)
+    dataset: Any = data_loader.dataset
+    units = Units(len(dataset), unit_labels(dataset, unit), unit if isinstance(unit, str) else "record" if unit is None else "group")
+    kind = PoissonSampler if poisson_sampling else ShuffledBatches
+    assert data_loader.batch_size is not None
+    sampler = kind(units.count, data_loader.batch_size, seed, run_id, secure)
+    noise = SecureNoise() if secure else StreamNoise(seed, run_id)
+    if isinstance(mechanism, str):
+        assert noise_multiplier is not None
+        rule = make_clipping(str_or_rule(clipping), max_grad_norm, **clipping_options)
+        context = Context(noise_multiplier, rule, noise, module, sampler.expected_batch, mechanism_options)
+        built = make_mechanism(mechanism, context)
+    else:
+        built = _given(mechanism, noise_multiplier, max_grad_norm)
+        if secure and not built.noise.secure:
+            built.noise = noise
+    built.bind(parameters, sampler.expected_batch)
+    tape = Tape(parameters, loss_reduction, strategy, batch_first)
+    tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
+    tape.metric = built.metric
+    probe = _probe_inputs(module, data_loader)
+    limit = _physical_limit(module, tape, probe, max_physical_batch)
+    if probe is not None and check:
+        _check(module, probe, criterion, loss_reduction)
+    elif criterion is not None:
+        check_loss(criterion, torch.zeros(1), None, loss_reduction)
+    training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser)
+    training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce)
+    training.install()
+    return training
+
+
+def str_or_rule(clipping: Any) -> Any:
+    return clipping.replace("_", "-") if isinstance(clipping, str) else clipping
+
+
+def _refuse_module(module: nn.Module) -> None:
+    if is_attached(module):
+        raise RuntimeError("this module is private already: call engine.remove() before making it private again")
+    problems = known_problems(module)
+    if problems:
+        raise ValueError("this module cannot train privately:\n  " + "\n  ".join(problems))
+
+
+def _trainable(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by their names in the module."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("LBFGS evaluates its closure several times a step, each a release: use a first-order optimizer")
+    if getattr(getattr(optimizer.step, "__func__", None), "is_private", False):
+        raise RuntimeError("this optimizer is private already: call engine.remove() first")
+    names = {id(p): name for name, p in module.named_parameters()}
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [tuple(p.shape) for p in ours if id(p) not in names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer holds {len(strangers)} parameter(s) that are not the module's (shapes {strangers[:3]}): they "
+            "would train without privacy. Build the optimizer from module.parameters()."
+        )
+    trainable = {names[id(p)]: p for p in ours if p.requires_grad}
+    if not trainable:
+        raise ValueError("the optimizer holds no parameter of the module that requires a gradient: nothing to train")
+    return {name: trainable[name] for name, _ in module.named_parameters() if name in trainable}
+
+
+def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> Mechanism:
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(f"mechanism is a {type(mechanism).__name__}; pass a registered name or a Mechanism")
+    if noise_multiplier is not None and noise_multiplier != mechanism.noise_multiplier:
+        raise ValueError(
+            f"noise_multiplier is {noise_multiplier} but the mechanism was built with {mechanism.noise_multiplier}; leave one out"
+        )
+    if bound is not None and bound != mechanism.sensitivity:
+        raise ValueError(f"max_grad_norm is {bound} but the mechanism's sensitivity is {mechanism.sensitivity}; leave one out")
+    return mechanism
+
+
+def _probe_inputs(module: nn.Module, loader: DataLoader) -> tuple[Tensor, Any] | None:
+    """Three made-up rows of the data's shape and type, and real targets; None if batches are not (inputs, …)."""
+    dataset: Any = loader.dataset
+    rows = [dataset[i % len(dataset)] for i in range(3)]
+    batch = loader.collate_fn(rows)
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if not isinstance(first, Tensor):
+        return None
+    parameter = next(module.parameters())
+    if first.is_floating_point():
+        floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        if first.dtype not in floating and not torch.is_autocast_enabled():
+            raise TypeError(
+                f"the data is {first.dtype} but the module's parameters are {floating[0]}: convert one, e.g. x.to({floating[0]})"
+            )
+        first = torch.randn_like(first)
+    targets = batch[1].to(parameter.device) if len(batch) > 1 and isinstance(batch[1], Tensor) else None
+    return first.to(parameter.device), targets
+
+
+def _check(module: nn.Module, probe: tuple[Tensor, Any], criterion: Any, reduction: str) -> None:
+    inputs, targets = probe
+    try:
+        with torch.no_grad():
+            state = torch.random.get_rng_state()
+            out = module(inputs)
+            torch.random.set_rng_state(state)
+    except Exception:
+        return  # the module wants other arguments than the first of the batch; its own call will tell
+    check_independence(module, (inputs,))
+    if criterion is not None:
+        check_loss(criterion, out if isinstance(out, Tensor) else torch.zeros(1), targets, reduction)
+
+
+def _physical_limit(module: nn.Module, tape: Tape, probe: tuple[Tensor, Any] | None, wanted: int | str | None) -> int | None:
+    if wanted is None:
+        return None
+    if wanted == "auto":
+        if probe is None:
+            raise ValueError("max_physical_batch='auto' needs batches of (inputs, …) to measure; give a number")
+        attach(module, tape)
+        try:
+            return find_physical_batch(module, tape, (probe[0],))
+        finally:
+            detach(module)
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise ValueError(f"max_physical_batch is {wanted!r}; give a number of rows ≥ 1, or 'auto'")
+    return wanted

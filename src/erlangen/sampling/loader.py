@@ -1,0 +1,114 @@
+"""A data loader whose batches are drawn by a private sampler.
+
+Each logical batch is one draw; `max_physical_batch` cuts it into physical batches, and only the last of them is a step.
+The loader tells ``announce`` whose rows a batch holds just before it hands the batch out, so that the training loop
+stays an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import default_collate
+
+from erlangen.gradients.rows import RowMap
+from erlangen.sampling.samplers import Sampler
+from erlangen.sampling.units import Units
+
+#: told (whose rows, first of its logical batch, last of its logical batch) before each physical batch
+Announce = Callable[[RowMap, bool, bool], None]
+
+
+class _Batches:
+    """The batch sampler: lists of row indices, and beside them what each physical batch is."""
+
+    def __init__(self, sampler: Sampler, units: Units, limit: int | None) -> None:
+        self.sampler, self.units, self.limit = sampler, units, limit
+        self.coming: deque[tuple[RowMap, bool, bool]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.coming.clear()
+        for _ in range(self.sampler.steps_per_epoch):
+            parts = self.units.physical(self.sampler.draw(), self.limit)
+            for k, (rows, owner) in enumerate(parts):
+                owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
+                self.coming.append((owners, k == 0, k == len(parts) - 1))
+                yield rows.tolist()
+
+    def __len__(self) -> int:
+        return self.sampler.steps_per_epoch
+
+
+class _Collate:
+    """The user's collate function, with an empty batch of the right shapes when nobody was drawn."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
+        self.collate, self.dataset = collate, dataset
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self.collate(samples)
+        return _emptied(self.collate([self.dataset[0]]))
+
+
+def _emptied(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, dict):
+        return {key: _emptied(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_emptied, batch))
+    if isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(item, (str, bytes, int, float)) for item in batch):
+            return type(batch)()
+        return type(batch)(_emptied(item) for item in batch)
+    return batch
+
+
+class PrivateLoader(DataLoader):
+    """Behaves as the `DataLoader` it was made from; an epoch has round(N / expected batch) logical batches."""
+
+    def __init__(self, plain: DataLoader, sampler: Sampler, units: Units, limit: int | None, announce: Announce) -> None:
+        refuse_iterable(plain)
+        self.private_sampler, self._announce = sampler, announce
+        self._batches = _Batches(sampler, units, limit)
+        workers: dict[str, Any] = {}
+        if plain.num_workers:
+            workers = {"prefetch_factor": plain.prefetch_factor, "persistent_workers": plain.persistent_workers}
+        super().__init__(
+            plain.dataset,
+            batch_sampler=self._batches,  # type: ignore[arg-type]
+            collate_fn=_Collate(plain.collate_fn or default_collate, plain.dataset),
+            num_workers=plain.num_workers,
+            pin_memory=plain.pin_memory,
+            timeout=plain.timeout,
+            worker_init_fn=plain.worker_init_fn,
+            generator=plain.generator,
+            multiprocessing_context=plain.multiprocessing_context,
+            **workers,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            self._announce(*self._batches.coming.popleft())
+            yield batch
+
+
+def refuse_iterable(loader: Any) -> None:
+    """Poisson sampling needs random access to a data set of known size."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"data_loader is a {type(loader).__name__}; pass a torch DataLoader over a map-style data set")
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"the data set {type(loader.dataset).__name__} is iterable-style: private sampling needs len() and random "
+            "access. Use a map-style data set."
+        )
+    if not len(loader.dataset):  # type: ignore[arg-type]
+        raise ValueError("the data set is empty: there is nothing to train on")
+    if loader.batch_size is None:
+        raise ValueError("the data loader has no batch_size (a custom batch sampler): pass one with batch_size=")
+

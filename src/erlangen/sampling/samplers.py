@@ -1,0 +1,138 @@
+"""Samplers draw the units of one logical batch and say how the draw changes the cost of a release."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from erlangen.accounting import poisson
+from erlangen.streams import Stream, secure_words
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+class Sampler(ABC):
+    """Draws batches of unit indices 0…N−1. ``expected_batch`` is the fixed denominator of every step."""
+
+    name: str
+    neighbouring: str
+
+    def __init__(
+        self, units: int, expected_batch: float, seed: int | None = None, run_id: str = "", secure: bool = False
+    ) -> None:
+        if units < 1:
+            raise ValueError("the data set is empty: there is nothing to train on")
+        if not (math.isfinite(expected_batch) and expected_batch > 0):
+            raise ValueError(f"the batch size is {expected_batch}; it must be positive")
+        if expected_batch > units:
+            raise ValueError(
+                f"the batch size {expected_batch:g} is larger than the data set ({units} units of privacy); lower it"
+            )
+        self.units, self.expected_batch, self.secure = units, float(expected_batch), secure
+        self.step = 0
+        self._stream = Stream("sampling", seed, run_id)
+
+    @property
+    def sample_rate(self) -> float:
+        return self.expected_batch / self.units
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, round(self.units / self.expected_batch))
+
+    def draw(self) -> Tensor:
+        """The units of the next logical batch; may be empty."""
+        batch = self._draw(self.step)
+        self.step += 1
+        return batch
+
+    @abstractmethod
+    def _draw(self, step: int) -> Tensor: ...
+
+    @abstractmethod
+    def event(self, release: DpEvent) -> DpEvent:
+        """The event of one step: the release as this sampler amplifies it (or not)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "units": self.units,
+            "expected_batch": self.expected_batch,
+            "sample_rate": self.sample_rate,
+            "secure": self.secure,
+        }
+
+
+class PoissonSampler(Sampler):
+    """Every unit is in the batch independently with probability q = expected_batch/N, exactly.
+
+    Inclusion compares a uniform 62-bit integer with ⌈q·2⁶²⌉, so that the true rate differs from q by less than 2⁻⁶².
+    """
+
+    name = "poisson"
+    neighbouring = "add-or-remove-one"
+
+    def _draw(self, step: int) -> Tensor:
+        top = 1 << 62
+        threshold = min(top, math.ceil(self.sample_rate * top))
+        if threshold == top:
+            return torch.arange(self.units)
+        if self.secure:
+            draws = secure_words(self.units) & (top - 1)
+        else:
+            draws = torch.randint(0, top, (self.units,), generator=self._stream.at(step))
+        return torch.nonzero(draws < threshold).flatten()
+
+    def event(self, release: DpEvent) -> DpEvent:
+        return poisson(self.sample_rate, release)
+
+
+class ShuffledBatches(Sampler):
+    """A fresh permutation each epoch, cut into batches of fixed size; the last may be smaller. No amplification.
+
+    Each step is charged as a release on the whole data set. The neighbouring relation is replacing a record by one that
+    contributes nothing (N is public): adding a record would shift every later batch.
+    """
+
+    name = "shuffled"
+    neighbouring = "replace-special"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._order: tuple[int, Tensor] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.units / self.expected_batch)
+
+    def _draw(self, step: int) -> Tensor:
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._permutation(epoch))
+        size = int(self.expected_batch)
+        return self._order[1][index * size : (index + 1) * size]
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if self.secure:  # 64-bit keys: a tie has probability N²/2⁶⁵
+            return torch.argsort(secure_words(self.units))
+        return torch.randperm(self.units, generator=self._stream.at(epoch))
+
+    def event(self, release: DpEvent) -> DpEvent:
+        return release
+
+
+def samplers() -> dict[str, type[Sampler]]:
+    """Every sampler by name, for audits."""
+    return {cls.name: cls for cls in (PoissonSampler, ShuffledBatches)}

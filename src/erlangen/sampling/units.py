@@ -1,0 +1,80 @@
+"""The unit of privacy: one record, or all records that share a label (a patient's images)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Units:
+    """Units 0…n−1 and the rows of the data set that belong to each."""
+
+    def __init__(self, rows: int, labels: Sequence[Any] | None = None, name: str = "record") -> None:
+        self.rows, self.name = rows, name
+        if labels is None:
+            self.count, self._of_row, self._order, self._start = rows, None, None, None
+            return
+        if len(labels) != rows:
+            raise ValueError(f"unit has {len(labels)} labels for {rows} records: give one label per record")
+        _, of_row = np.unique(np.asarray(labels), return_inverse=True)
+        self._of_row = torch.from_numpy(of_row.reshape(-1).astype(np.int64))
+        self.count = int(self._of_row.max()) + 1 if rows else 0
+        self._order = torch.argsort(self._of_row, stable=True)
+        counts = torch.bincount(self._of_row, minlength=self.count)
+        self._start = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+
+    @property
+    def grouped(self) -> bool:
+        return self._of_row is not None
+
+    def rows_of(self, units: Tensor) -> list[Tensor]:
+        """The rows of each of these units."""
+        if self._order is None or self._start is None:
+            return list(units[:, None])
+        return [self._order[self._start[u] : self._start[u + 1]] for u in units.tolist()]
+
+    def physical(self, units: Tensor, limit: int | None) -> list[tuple[Tensor, Tensor]]:
+        """Physical batches (rows, owner of each row) of at most ``limit`` rows; a unit is never split."""
+        if not self.grouped:
+            parts = units.split(limit) if limit and len(units) else (units,)
+            return [(part, part) for part in parts]
+        batches: list[list[tuple[Tensor, int]]] = [[]]
+        size = 0
+        for unit, rows in zip(units.tolist(), self.rows_of(units), strict=True):
+            if limit and size and size + len(rows) > limit:
+                batches.append([])
+                size = 0
+            batches[-1].append((rows, unit))
+            size += len(rows)
+        return [_join(batch) for batch in batches]
+
+
+def _join(batch: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    if not batch:
+        return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    rows = torch.cat([rows for rows, _ in batch])
+    owner = torch.cat([torch.full((len(rows),), unit) for rows, unit in batch])
+    return rows, owner
+
+
+def unit_labels(dataset: Any, unit: str | Sequence[Any] | None) -> Sequence[Any] | None:
+    """Labels from a sequence, an attribute of the data set, or a key of its (mapping) samples."""
+    if unit is None or not isinstance(unit, str):
+        return unit
+    if hasattr(dataset, unit):
+        return list(getattr(dataset, unit))
+    first = dataset[0] if len(dataset) else None
+    if isinstance(first, dict) and unit in first:
+        return [_plain(dataset[i][unit]) for i in range(len(dataset))]
+    raise ValueError(
+        f"unit={unit!r} is neither an attribute of {type(dataset).__name__} nor a key of its samples; "
+        "pass a sequence with one label per record"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

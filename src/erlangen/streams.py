@@ -1,0 +1,42 @@
+"""Random streams that never meet.
+
+A stream is named by (seed, run id, purpose, rank, step). Two runs that differ in anything draw independent numbers, or
+the difference of their released weights would cancel the noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A family of generators, one per step. With ``seed=None`` the seed is drawn from the system and kept nowhere."""
+
+    purpose: str
+    seed: int | None = None
+    run_id: str = ""
+    rank: int = 0
+    _entropy: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    def at(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """The generator of one step, the same whenever it is asked for."""
+        root = f"seed:{self.seed}" if self.seed is not None else f"entropy:{self._entropy}"
+        name = f"{root}|run:{self.run_id}|purpose:{self.purpose}|rank:{self.rank}|step:{step}"
+        digest = hashlib.sha256(name.encode()).digest()
+        return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+
+
+def secure_words(count: int) -> torch.Tensor:
+    """``count`` 64-bit words from the operating system's cryptographic generator, as int64."""
+    return torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64) if count else torch.zeros(0).long()
+
+
+def secure_uniform(count: int) -> torch.Tensor:
+    """Uniform float64 on the grid (k + ½)·2⁻⁵³, never 0 or 1."""
+    return ((secure_words(count) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
