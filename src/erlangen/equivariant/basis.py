@@ -71,7 +71,8 @@ def steerable_basis(inp: Representation, out: Representation, grid: KernelGrid) 
     for o, (psi_out, q_out) in enumerate(zip(out.irreps, out.irrep_columns())):
         for i, (psi_in, q_in) in enumerate(zip(inp.irreps, inp.irrep_columns())):
             sampled, elements = irrep_kernels(psi_in, psi_out, grid)
-            kernels.append(np.einsum("ao,noiyx,bi->nabyx", q_out, sampled, q_in, optimize=True))
+            carried = q_out @ sampled.transpose(0, 3, 4, 1, 2) @ q_in.T  # [n, k, k, out, in]
+            kernels.append(carried.transpose(0, 3, 4, 1, 2))
             labels += [BasisLabel(psi_in, i, o, element) for element in elements]
     stacked = np.concatenate(kernels)
     orbits = kernel_orbits(inp, out, grid.size) if _has_orbits(inp, out) else None

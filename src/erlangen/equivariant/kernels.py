@@ -30,9 +30,10 @@ def angular_solutions(inp: Irrep, out: Irrep, m: int) -> tuple[np.ndarray, ...]:
     The kernel is K(φ) = c[0]·cos(mφ) + c[1]·sin(mφ), with φ measured from the reflection axis. The solutions are
     orthonormal in the space of coefficients, and complete.
     """
+    average = _group_average(inp, out, m)
     found: list[np.ndarray] = []
     for coefficients in _candidates(inp, out, m):
-        candidate = _group_average(coefficients[:, : out.dim, : inp.dim], inp, out, m)
+        candidate = average(coefficients[:, : out.dim, : inp.dim])
         for other in found:
             candidate = candidate - other * np.sum(other * candidate)
         norm = np.linalg.norm(candidate)
@@ -58,23 +59,29 @@ def _candidates(inp: Irrep, out: Irrep, m: int) -> list[np.ndarray]:
     return [np.stack([a, sign * _J @ a]) for sign in (1, -1) for a in shapes]
 
 
-def _group_average(coefficients: np.ndarray, inp: Irrep, out: Irrep, m: int) -> np.ndarray:
+def _group_average(inp: Irrep, out: Irrep, m: int) -> Callable[[np.ndarray], np.ndarray]:
     """Mean over the group of ρ_out(g)⁻¹ K(gφ) ρ_in(g), exact also for SO(2) and O(2).
 
     For a continuous group the integrand is a trigonometric polynomial of degree at most m + k_in + k_out, whose
     mean over more equally spaced angles than that is its integral.
     """
-    group = inp.group
-    elements = group.sample(None if group.is_finite else m + inp.frequency + out.frequency + 1)
-    total = np.zeros_like(coefficients)
-    for g in elements:
-        c, s = math.cos(m * g.angle), math.sin(m * g.angle)
-        flip = -1.0 if g.flip else 1.0
+    rotations = None if inp.group.is_finite else m + inp.frequency + out.frequency + 1
+    rho_in, rho_out = _sampled_matrices(inp, rotations), _sampled_matrices(out, rotations)
+    angles, flips = np.array([(m * g.angle, -1.0 if g.flip else 1.0) for g in inp.group.sample(rotations)]).T
+    c, s, flip = (v[:, None, None] for v in (np.cos(angles), np.sin(angles), flips))
+
+    def average(coefficients: np.ndarray) -> np.ndarray:
         # cos(m gφ) = c·cos(mφ) ∓ s·sin(mφ), sin(m gφ) = s·cos(mφ) ± c·sin(mφ), where gφ = ±φ + θ
         cosine, sine = coefficients
         moved = np.stack([c * cosine + s * sine, flip * (c * sine - s * cosine)])
-        total += out.matrix(g).T @ moved @ inp.matrix(g)
-    return total / len(elements)
+        return (rho_out.transpose(0, 2, 1) @ moved @ rho_in).mean(1)
+
+    return average
+
+
+@cache
+def _sampled_matrices(psi: Irrep, rotations: int | None) -> np.ndarray:
+    return np.stack([psi.matrix(g) for g in psi.group.sample(rotations)])
 
 
 @dataclass(frozen=True)
