@@ -61,7 +61,7 @@ class Accountant:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the history by a saved one; nothing changes if the state is not valid."""
         if state.get("version") != STATE_VERSION:
-            raise EventError(f"accountant state has version {state.get('version')!r}; this release reads {STATE_VERSION}")
+            raise EventError(f"accountant state has version {state.get('version')!r}; expected {STATE_VERSION}")
         loaded = Accountant(state["neighbouring"])
         for entry in state["history"]:
             loaded.record(from_json(entry["event"]), entry["count"])
@@ -79,6 +79,6 @@ def from_opacus(history: Iterable[tuple[float, float, int]]) -> Accountant:
         try:
             sigma, rate, steps = entry
         except (TypeError, ValueError):
-            raise EventError(f"an Opacus history holds (noise_multiplier, sample_rate, steps), found {entry!r}") from None
+            raise EventError(f"an Opacus history holds (noise multiplier, rate, steps), found {entry!r}") from None
         accountant.record(poisson(rate, gaussian(sigma)), steps)
     return accountant

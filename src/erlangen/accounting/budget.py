@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,14 +46,17 @@ class Budget:
         Exact: n fits and n + 1 does not. Training asks before it starts and stops *before* step n + 1.
         """
         past = list(history)
-        if self.spent(past) > self.target_epsilon or not self.allows(event, past):
+        cost = {n: self.spent([*past, (event, n)]) for n in (0, 1)}
+        if max(cost.values()) > self.target_epsilon:
             return 0
         low, high = 1, self._first_guess(event, past)
-        while self.allows(event, past, high):
-            low, high = high, max(high + 1, high + high // 8)
+        growth = 1.05 if high > 2 else 4.0
+        while self._cost(cost, event, past, high) <= self.target_epsilon:
+            low, high = high, max(high + 1, int(high * growth))
+            growth = min(growth * growth, 1000.0)
             if high >= UNLIMITED:
                 return UNLIMITED
-        return self._bisect(event, past, low, high)
+        return self._close(cost, event, past, low, high)
 
     def _first_guess(self, event: DpEvent, past: list[tuple[DpEvent, int]]) -> int:
         """A number of steps near the answer: the RDP accountant's (cheap, and slightly too small for PLD)."""
@@ -64,12 +68,27 @@ class Budget:
         except AccountingError:
             return 2
 
-    def _bisect(self, event: DpEvent, past: list[tuple[DpEvent, int]], low: int, high: int) -> int:
-        """`low` fits, `high` does not."""
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.allows(event, past, middle):
+    def _cost(self, known: dict[int, float], event: DpEvent, past: list[tuple[DpEvent, int]], steps: int) -> float:
+        if steps not in known:
+            known[steps] = self.spent([*past, (event, steps)])
+        return known[steps]
+
+    def _close(
+        self, cost: dict[int, float], event: DpEvent, past: list[tuple[DpEvent, int]], low: int, high: int
+    ) -> int:
+        """Close the bracket (`low` fits, `high` does not) by interpolation, bisecting every third time."""
+        for turn in itertools.count():
+            if high - low <= 1:
+                return low
+            below, above = self._cost(cost, event, past, low), self._cost(cost, event, past, high)
+            if turn % 3 == 2 or not below < above < math.inf:
+                middle = (low + high) // 2
+            else:
+                middle = low + round((high - low) * (self.target_epsilon - below) / (above - below))
+                middle += turn % 3  # first on one side of the crossing, then on the other
+            middle = min(max(middle, low + 1), high - 1)
+            if self._cost(cost, event, past, middle) <= self.target_epsilon:
                 low = middle
             else:
                 high = middle
-        return low
+        raise AssertionError  # unreachable: the loop above only ends by returning

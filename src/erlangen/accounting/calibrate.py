@@ -5,6 +5,7 @@ Both answers are checked with the accountant itself: the σ or T returned satisf
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -42,8 +43,8 @@ def noise_multiplier(
     def cost(sigma: float, by: Method) -> float:
         return epsilon([(poisson(sample_rate, make(sigma)), n)], delta, by, neighbouring)
 
-    guess = _bracket_by_rdp(cost, target_epsilon) if neighbouring == "add-or-remove-one" else 1.0
-    return _smallest_sigma(lambda sigma: cost(sigma, method) <= target_epsilon, guess, target_epsilon)
+    start = _start(cost, target_epsilon) if neighbouring == "add-or-remove-one" else (1.0, -1.0)
+    return _smallest_sigma(lambda sigma: cost(sigma, method), start, target_epsilon)
 
 
 def max_steps(
@@ -63,50 +64,70 @@ def max_steps(
     return budget.steps_left(poisson(sample_rate, make(noise_multiplier)), history=())
 
 
-def _bracket_by_rdp(cost: Callable[[float, Method], float], target: float) -> float:
-    """A σ near the answer from the cheap accountant (it is loose, so this is only where the search starts)."""
+def _start(cost: Callable[[float, Method], float], target: float) -> tuple[float, float]:
+    """(σ, d log ε / d log σ) near the answer from the cheap accountant: only where the search starts."""
     try:
         low, high = 0.05, 1.0
         while cost(high, "rdp") > target and high < _LARGEST:
             low, high = high, high * 2
-        for _ in range(12):
+        for _ in range(10):
             middle = math.sqrt(low * high)
             if cost(middle, "rdp") <= target:
                 high = middle
             else:
                 low = middle
-        return high
-    except AccountingError:
-        return 1.0
+        slope = math.log(cost(high * 1.05, "rdp") / cost(high, "rdp")) / math.log(1.05)
+        return high, min(slope, -0.2)
+    except (AccountingError, ZeroDivisionError, ValueError):
+        return 1.0, -1.0
 
 
-def _smallest_sigma(fits: Callable[[float], bool], guess: float, target: float) -> float:
-    """Bisection in log σ from `guess`, first widening a bracket by growing factors."""
-    factor = 1.05
-    if fits(guess):
-        high, low = guess, guess / factor
-        while low > _SMALLEST and fits(low):
-            factor *= factor
-            high, low = low, low / factor
-        if low <= _SMALLEST:
-            return high
-    else:
-        low, high = guess, guess * factor
-        while not fits(high):
-            factor *= factor
-            low, high = high, high * factor
-            if high > _LARGEST:
-                raise AccountingError(
-                    f"target_epsilon = {target} cannot be reached by any noise up to σ = {_LARGEST:g}; "
-                    "use a larger epsilon or delta, or fewer steps"
-                )
-    while high / low > 1 + _TIGHT / 4:
-        middle = math.sqrt(low * high)
-        if fits(middle):
-            high = middle
+def _smallest_sigma(cost: Callable[[float], float], start: tuple[float, float], target: float) -> float:
+    """Smallest σ, to 0.1 %, whose measured cost is within the target.
+
+    log ε is nearly linear in log σ: extrapolate with the slope until both sides of the target have been seen, then
+    interpolate; every third step bisects, so that the bracket always shrinks.
+    """
+    sigma, slope = start
+    below: tuple[float, float] | None = None  # too little noise
+    above: tuple[float, float] | None = None  # enough
+    reach = 0.2 * _TIGHT
+    for turn in itertools.count():
+        eps = cost(sigma)
+        if eps <= target:
+            above = (sigma, eps)
         else:
-            low = middle
-    return high
+            below = (sigma, eps)
+        if below and above:
+            if 0 < above[1] < below[1] < math.inf:
+                slope = math.log(above[1] / below[1]) / math.log(above[0] / below[0])
+            excess = math.log(target / above[1]) / -slope if above[1] > 0 else math.inf
+            if excess <= _TIGHT / 2 or above[0] / below[0] <= 1 + _TIGHT:
+                return above[0]
+            sigma = _between(below, above, target, interpolate=turn % 3 != 2)
+            continue
+        jump = math.log(target / eps) / slope if 0 < eps < math.inf else 0.0
+        sigma = sigma * math.exp(jump + reach) if below else sigma * math.exp(jump - reach)
+        reach *= 3
+        if sigma > _LARGEST:
+            raise AccountingError(
+                f"target_epsilon = {target} cannot be reached by any noise up to σ = {_LARGEST:g}; "
+                "use a larger epsilon or delta, or fewer steps"
+            )
+        if above and sigma < _SMALLEST:
+            return above[0]
+    raise AssertionError  # unreachable: the loop above only ends by returning
+
+
+def _between(below: tuple[float, float], above: tuple[float, float], target: float, interpolate: bool) -> float:
+    """A σ strictly inside the bracket: near the crossing of log ε with the target, or the geometric middle."""
+    width = math.log(above[0] / below[0])
+    share = 0.5
+    if interpolate and 0 < above[1] < below[1] < math.inf:
+        share = math.log(below[1] / target) / math.log(below[1] / above[1])
+        share += 0.2 * _TIGHT / width  # land on the safe side, so that the next point closes the bracket
+    margin = min(0.5, 0.1 * _TIGHT / width)
+    return below[0] * math.exp(width * min(max(share, margin), 1 - margin))
 
 
 def _check_target(target: float) -> None:

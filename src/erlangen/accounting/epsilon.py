@@ -148,16 +148,30 @@ def _gaussian(sigma: float) -> _Curve:
 
 
 def _pld(normal: Normal, neighbouring: Neighbouring) -> _Curve:
-    from dp_accounting import UnsupportedEventError
-    from dp_accounting.pld import PLDAccountant
+    interval = _interval(normal)
+    parts = [_one_release(event, interval, neighbouring) for event, _ in normal]
+    total = None
+    for part, (_, count) in zip(parts, normal):
+        power = part if count == 1 else part.self_compose(count)
+        total = power if total is None else total.compose(power)
+    assert total is not None  # the empty history has been priced before
+    return _Curve(total.get_epsilon_for_delta, total.get_delta_for_epsilon)
 
-    accountant = PLDAccountant(_relation(neighbouring), value_discretization_interval=_interval(normal))
-    try:
-        for event, count in normal:
-            accountant.compose(event, count)
-    except UnsupportedEventError as error:
-        raise _unsupported(normal, "pld", neighbouring) from error
-    return _Curve(accountant.get_epsilon, accountant.get_delta)
+
+@lru_cache(maxsize=32)
+def _one_release(event: Any, interval: float, neighbouring: Neighbouring) -> Any:
+    """The privacy-loss distribution of one elementary event (cached: it is the slow part, the powers are FFTs)."""
+    from dp_accounting.pld import privacy_loss_distribution as distribution
+
+    q, multiplier, gaussian = _shape(event)
+    if gaussian:
+        return distribution.from_gaussian_mechanism(
+            multiplier,
+            value_discretization_interval=interval,
+            sampling_prob=q,
+            neighboring_relation=_relation(neighbouring),
+        )
+    return distribution.from_laplace_mechanism(multiplier, value_discretization_interval=interval, sampling_prob=q)
 
 
 def _rdp(normal: Normal) -> _Curve:
@@ -192,7 +206,15 @@ def _interval(normal: Normal) -> float:
         step_range = max(step_range, math.log1p(q * math.expm1(loss)) if loss < 500 else loss + math.log(q))
     total_range = step_range + total_mean / 2 + _TAIL * math.sqrt(total_mean)
     wanted = min(_MAX_INTERVAL, math.sqrt(variance / steps) / 20)
-    return max(wanted, _MIN_INTERVAL, step_range / _MAX_STEP_POINTS, total_range / _MAX_TOTAL_POINTS)
+    needed = max(_MIN_INTERVAL, step_range / _MAX_STEP_POINTS, total_range / _MAX_TOTAL_POINTS)
+    if needed >= wanted:
+        return _ladder(needed, math.ceil)
+    return max(_ladder(wanted, math.floor), needed)
+
+
+def _ladder(interval: float, rounding: Callable[[float], int]) -> float:
+    """The nearest 1e-4·2^k: histories that differ only in length then share the cached one-step distributions."""
+    return _MAX_INTERVAL * 2.0 ** rounding(math.log2(interval / _MAX_INTERVAL))
 
 
 def _shape(event: Any) -> tuple[float, float, bool]:
@@ -219,8 +241,8 @@ def _replace_one(normal: Normal, method: Method) -> Normal:
     if plain:
         return ((GaussianDpEvent(normal[0][0].noise_multiplier / 2), 1),)
     gaussian = all(
-        isinstance(e, GaussianDpEvent) or isinstance(e, PoissonSampledDpEvent) and isinstance(e.event, GaussianDpEvent)
-        for e, _ in normal
+        isinstance(event.event if isinstance(event, PoissonSampledDpEvent) else event, GaussianDpEvent)
+        for event, _ in normal
     )
     if method == "rdp" or not gaussian:
         raise _unsupported(normal, method, "replace-one")
@@ -281,7 +303,7 @@ def _mu_of(eps: float, delta: float) -> float:
 
 
 def _check(delta: float, method: str, neighbouring: str) -> None:
-    if isinstance(delta, bool) or not isinstance(delta, (int, float)) and not hasattr(delta, "__float__"):
+    if isinstance(delta, bool) or (not isinstance(delta, (int, float)) and not hasattr(delta, "__float__")):
         raise AccountingError(f"delta must be a number, not {type(delta).__name__}")
     if not 0 < float(delta) < 1:
         raise AccountingError(f"delta = {delta} is not strictly between 0 and 1; below 1/(number of records) is usual")
@@ -303,7 +325,6 @@ def _relation(neighbouring: Neighbouring) -> Any:
 def _unsupported(normal: Normal, method: str, neighbouring: str) -> AccountingError:
     names = ", ".join(sorted({repr(event)[:120] for event, _ in normal}))
     cure = {
-        ("pld", "add-or-remove-one"): "use method='rdp'",
         ("rdp", "add-or-remove-one"): "use method='pld'",
         ("pld", "replace-one"): "use Gaussian releases (with or without Poisson sampling) or add-or-remove-one",
         ("rdp", "replace-one"): "use method='pld' or neighbouring='add-or-remove-one'",

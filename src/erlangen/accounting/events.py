@@ -44,7 +44,7 @@ def laplace(noise_multiplier: float) -> DpEvent:
 
     scale = _number(noise_multiplier, "noise_multiplier")
     if scale < 0:
-        raise EventError(f"noise_multiplier = {scale} is negative; it is noise scale / sensitivity, so use a value >= 0")
+        raise EventError(f"noise_multiplier = {scale} is negative; it is noise scale / sensitivity: use a value >= 0")
     return dp_accounting.NonPrivateDpEvent() if scale == 0 else dp_accounting.LaplaceDpEvent(scale)
 
 
@@ -195,7 +195,7 @@ def _codecs() -> dict[str, tuple[Callable[..., DpEvent], tuple[tuple[str, str], 
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+    if isinstance(value, bool) or (not isinstance(value, (int, float)) and not hasattr(value, "__float__")):
         raise EventError(f"{name} must be a number, not {type(value).__name__}")
     try:
         number = float(value)

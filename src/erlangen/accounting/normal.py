@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 from .events import MAX_COUNT, EventError, _count
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-    Events = Union[DpEvent, Sequence[tuple[DpEvent, int]]]
+    Events: TypeAlias = DpEvent | Sequence[tuple[DpEvent, int]]
+    """An event, or (event, count) pairs."""
 
-Normal = tuple[tuple["DpEvent", int], ...]
+Normal: TypeAlias = "tuple[tuple[DpEvent, int], ...]"
 
 
 class NonPrivateHistory(Exception):

@@ -1,0 +1,155 @@
+"""Events: construction, and a JSON form that hostile documents cannot abuse."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import erlangen.accounting as acc
+from erlangen.accounting.events import MAX_COUNT, MAX_DEPTH
+
+leaves = st.one_of(
+    st.floats(0.0, 1e6).map(acc.gaussian),
+    st.floats(0.0, 1e6).map(acc.laplace),
+    st.just(acc.no_op()),
+    st.just(acc.non_private("because")),
+)
+events = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(acc.poisson, st.floats(0.0, 1.0), inner),
+        st.builds(acc.composed, inner, st.integers(1, 10**9)),
+        st.lists(inner, max_size=3).map(acc.sequence),
+        st.builds(acc.repeat_and_select, inner, st.floats(1.0, 100.0), st.sampled_from([0.0, 1.0, 2.5, math.inf])),
+    ),
+    max_leaves=6,
+)
+
+
+@given(event=events)
+def test_json_round_trip(event):
+    assert acc.from_json(json.loads(json.dumps(acc.to_json(event), allow_nan=False))) == event
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, -math.inf, "1", None, True, [1.0]])
+def test_noise_multiplier_must_be_a_number(bad):
+    for build in (acc.gaussian, acc.laplace):
+        with pytest.raises(ValueError, match="noise_multiplier"):
+            build(bad)
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan, "x"])
+def test_sample_rate_must_be_a_probability(bad):
+    with pytest.raises(ValueError, match="sample_rate"):
+        acc.poisson(bad, acc.gaussian(1.0))
+
+
+def test_constructors_simplify():
+    from dp_accounting import NonPrivateDpEvent
+
+    assert acc.gaussian(0) == NonPrivateDpEvent()
+    assert acc.poisson(1.0, acc.gaussian(2.0)) == acc.gaussian(2.0)
+    assert acc.composed(acc.gaussian(2.0), 1) == acc.gaussian(2.0)
+    assert acc.gaussian(np.float32(2.0)) == acc.gaussian(2.0)
+    with pytest.raises(ValueError, match="reason"):
+        acc.non_private("  ")
+    for count in (-1, 1.5, "3", True, MAX_COUNT + 1):
+        with pytest.raises(ValueError, match="count"):
+            acc.composed(acc.gaussian(1.0), count)
+
+
+def deep(levels: int) -> dict:
+    event: dict = {"type": "NoOpDpEvent"}
+    for _ in range(levels):
+        event = {"type": "PoissonSampledDpEvent", "sampling_probability": 0.5, "event": event}
+    return event
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        3,
+        "GaussianDpEvent",
+        [],
+        {},
+        {"type": 3},
+        {"type": ["GaussianDpEvent"]},
+        {"type": "os.system", "command": "true"},
+        {"type": "UnsupportedDpEvent"},
+        {"type": "GaussianDpEvent"},
+        {"type": "GaussianDpEvent", "noise_multiplier": "1"},
+        {"type": "GaussianDpEvent", "noise_multiplier": -1},
+        {"type": "GaussianDpEvent", "noise_multiplier": 10**400},
+        {"type": "GaussianDpEvent", "noise_multiplier": math.inf},
+        {"type": "GaussianDpEvent", "noise_multiplier": 1, "extra": 2},
+        {"type": "PoissonSampledDpEvent", "sampling_probability": 2, "event": {"type": "NoOpDpEvent"}},
+        {"type": "SelfComposedDpEvent", "event": {"type": "NoOpDpEvent"}, "count": 0},
+        {"type": "SelfComposedDpEvent", "event": {"type": "NoOpDpEvent"}, "count": 1.5},
+        {"type": "SelfComposedDpEvent", "event": {"type": "NoOpDpEvent"}, "count": -4},
+        {"type": "ComposedDpEvent", "events": {"type": "NoOpDpEvent"}},
+        {"type": "RepeatAndSelectDpEvent", "event": {"type": "NoOpDpEvent"}, "mean": 0, "shape": 1},
+        deep(MAX_DEPTH + 1),
+        deep(900),
+    ],
+)
+def test_invalid_documents_are_refused(document):
+    with pytest.raises(acc.EventError):
+        acc.from_json(document)
+
+
+def test_accountant_merges_and_round_trips():
+    accountant = acc.Accountant()
+    step = acc.poisson(0.01, acc.gaussian(1.0))
+    for _ in range(500):
+        accountant.record(step)
+    accountant.record(step, 500)
+    accountant.record(acc.gaussian(20.0))
+    accountant.record(step, 0)
+    assert accountant.history == ((step, 1000), (acc.gaussian(20.0), 1))
+    assert accountant.steps == 1001
+    copy = acc.Accountant()
+    copy.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    assert copy.history == accountant.history
+    assert copy.epsilon(1e-5) == accountant.epsilon(1e-5) > 1.8282
+    with pytest.raises(ValueError, match="version"):
+        copy.load_state_dict({"version": 99})
+    with pytest.raises(ValueError, match="DpEvents"):
+        copy.record("gaussian")  # type: ignore[arg-type]
+    assert copy.history == accountant.history
+
+
+def test_opacus_history():
+    opacus = pytest.importorskip("opacus.accountants")
+    history = [(1.0, 0.01, 600), (1.0, 0.01, 400), (1.5, 0.02, 50)]
+    theirs = opacus.RDPAccountant()
+    theirs.history = list(history)
+    ours = acc.from_opacus(history)
+    assert ours.steps == 1050
+    assert ours.history[0][1] == 1000
+    assert ours.epsilon(1e-5, "rdp") == pytest.approx(theirs.get_epsilon(1e-5), rel=0.01)
+    with pytest.raises(ValueError, match="Opacus"):
+        acc.from_opacus([(1.0, 0.1)])  # type: ignore[list-item]
+
+
+@settings(max_examples=200)
+@given(
+    document=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+        | st.sampled_from(["GaussianDpEvent", "ComposedDpEvent", "SelfComposedDpEvent"]),
+        lambda inner: st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "event", "events", "count", "noise_multiplier"]), inner),
+        max_leaves=10,
+    )
+)
+def test_random_documents_never_surprise(document):
+    try:
+        event = acc.from_json(document)
+    except acc.EventError:
+        return
+    assert acc.from_json(acc.to_json(event)) == event
