@@ -151,7 +151,7 @@ def prepare(
 ) -> PrivateTraining:  # fmt: skip
     """Check everything, then install. Nothing is changed if anything is wrong."""
     refuse_iterable(data_loader)
-    _refuse_module(module)
+    refuse_module(module)
     parameters = _trainable(module, optimizer)
     dataset: Any = data_loader.dataset
     units = Units(len(dataset), unit_labels(dataset, unit), unit if isinstance(unit, str) else "record" if unit is None else "group")
@@ -188,7 +188,7 @@ def str_or_rule(clipping: Any) -> Any:
     return clipping.replace("_", "-") if isinstance(clipping, str) else clipping
 
 
-def _refuse_module(module: nn.Module) -> None:
+def refuse_module(module: nn.Module) -> None:
     if is_attached(module):
         raise RuntimeError("this module is private already: call engine.remove() before making it private again")
     problems = known_problems(module)

@@ -1,0 +1,47 @@
+"""Networks by name. A builder takes ``(input_shape, classes)`` or, where any image size fits, ``(num_classes, in_channels)``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: name → "module:function"; resolved on first use so that listing names costs nothing
+_MODELS: dict[str, str | Callable[..., Any]] = {
+    "logistic": "erlangen.models.small:logistic",
+    "mlp": "erlangen.models.small:mlp",
+    "cnn": "erlangen.models.small:cnn",
+    "lenet": "erlangen.models.small:lenet",
+    "resnet9": "erlangen.models.resnet:resnet9",
+    "wrn-16-4": "erlangen.models.resnet:wrn_16_4",
+    "wrn-40-4": "erlangen.models.resnet:wrn_40_4",
+    "eq-resnet9": "erlangen.models.equivariant:equivariant_resnet9",
+    "eq-resnet9-tuned": "erlangen.models.equivariant:d4_resnet9_tuned",
+    "eq-wrn-40-1": "erlangen.models.equivariant:equivariant_wrn_40_1",
+    "c8-cnn": "erlangen.models.equivariant:c8_steerable_cnn",
+}
+
+
+def register_model(name: str, builder: str | Callable[..., Any]) -> None:
+    """Make ``builder(input_shape, classes, **options) -> nn.Module`` known by name."""
+    _MODELS[name] = builder
+
+
+def models() -> list[str]:
+    return sorted(_MODELS)
+
+
+def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    if name not in _MODELS:
+        raise ValueError(f"model is {name!r}; choose one of {', '.join(models())}")
+    builder = _MODELS[name]
+    if isinstance(builder, str):
+        module, function = builder.split(":")
+        builder = getattr(importlib.import_module(module), function)
+    if "num_classes" in inspect.signature(builder).parameters:
+        return builder(num_classes=classes, in_channels=input_shape[0], **options)
+    return builder(input_shape, classes, **options)

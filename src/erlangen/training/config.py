@@ -1,0 +1,109 @@
+"""Everything that decides a run, typed, checked and written into its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+
+class ConfigError(ValueError):
+    """An option has a value that cannot work; the message names it and the cure."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One private training run. ``epsilon`` and ``noise_multiplier`` exclude each other."""
+
+    data: str = "digits"
+    unit: str | None = None
+    model: str = "cnn"
+    model_options: dict[str, Any] = field(default_factory=dict)
+    mechanism: str = "iso"
+    mechanism_options: dict[str, Any] = field(default_factory=dict)
+    clipping: str = "flat"
+    clipping_options: dict[str, Any] = field(default_factory=dict)
+    max_grad_norm: float = 1.0
+    epsilon: float | None = 3.0
+    delta: float | None = None
+    noise_multiplier: float | None = None
+    batch: int = 0
+    steps: int = 0
+    optimizer: str = "sgd"
+    lr: float = 0.0
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    ema: float = 0.99
+    views: int = 1
+    augment: str = "none"
+    max_physical_batch: int | None = None
+    strategy: str = "auto"
+    seed: int | None = None
+    secure: bool = False
+    device: str = "auto"
+    evaluations: int = 10
+    non_private: bool = False
+
+    def __post_init__(self) -> None:
+        for name, ok, cure in (
+            ("max_grad_norm", self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm), "give C > 0"),
+            ("epsilon", self.epsilon is None or self.epsilon > 0, "give ε > 0"),
+            ("delta", self.delta is None or 0 < self.delta < 1, "give 0 < δ < 1, or leave it out for min(1e-5, 0.1/N)"),
+            ("noise_multiplier", self.noise_multiplier is None or self.noise_multiplier >= 0, "give σ ≥ 0"),
+            ("batch", self.batch >= 0, "give the expected batch size"),
+            ("steps", self.steps >= 0, "give the number of steps"),
+            ("lr", self.lr >= 0 and math.isfinite(self.lr), "give a learning rate > 0"),
+            ("momentum", 0 <= self.momentum < 1, "give 0 ≤ momentum < 1"),
+            ("ema", 0 <= self.ema < 1, "give 0 ≤ ema < 1; 0 turns it off"),
+            ("views", self.views >= 1, "give at least one view of each record"),
+            ("augment", self.augment in ("none", "shift", "flip-crop"), "choose none, shift or flip-crop"),
+            ("schedule", self.schedule in ("constant", "cosine"), "choose constant or cosine"),
+            ("evaluations", self.evaluations >= 1, "evaluate at least once"),
+            ("max_physical_batch", self.max_physical_batch is None or self.max_physical_batch >= 1, "give rows ≥ 1"),
+        ):
+            if not ok:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; {cure}")
+        if self.secure and self.seed is not None:
+            raise ConfigError("secure and seed exclude each other: seeded noise can be drawn again by anyone")
+        if self.noise_multiplier is not None and self.epsilon is not None:
+            raise ConfigError("epsilon and noise_multiplier exclude each other: give the one you mean")
+        if self.noise_multiplier is None and self.epsilon is None:
+            raise ConfigError("give epsilon (σ is then calibrated) or noise_multiplier")
+
+    def settled(self, records: int) -> TrainConfig:
+        """With every open choice made from *public* facts: the number of records and the other options."""
+        batch = self.batch or max(1, min(records, 2 ** round(math.log2(max(2.0, records / 6)))))
+        if batch > records:
+            raise ConfigError(f"batch is {batch} but there are only {records} units of privacy; give a smaller batch")
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            steps=self.steps or max(1, round(30 * records / batch)),
+            lr=self.lr or (1e-3 if self.optimizer.startswith("adam") else 1.0 / self.max_grad_norm * (1 - self.momentum)),
+            delta=self.delta if self.delta is not None else min(1e-5, 0.1 / records),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        known = get_type_hints(cls)
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: Path) -> TrainConfig:
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as a JSON configuration: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds {type(values).__name__}, not a JSON object of options")
+        return cls.from_dict(values)

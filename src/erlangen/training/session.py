@@ -1,0 +1,175 @@
+"""One private training run in memory: data, model, mechanism, sampler and optimizer, made from a configuration.
+
+    session = Session(TrainConfig(epsilon=3.0))
+    while session.step_count < session.config.steps:
+        session.step()
+    session.epsilon()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from erlangen.accounting import Accountant
+from erlangen.data import Dataset, load
+from erlangen.data.augment import views
+from erlangen.gradients.independence import check_independence
+from erlangen.gradients.rows import RowMap
+from erlangen.gradients.tape import Tape
+from erlangen.mechanisms import Context, SecureNoise, StreamNoise, make_clipping, make_mechanism
+from erlangen.models import make_model
+from erlangen.private import PrivateTraining, refuse_module
+from erlangen.sampling import PoissonSampler, Units
+from erlangen.streams import Stream
+from erlangen.training.adam_bc import optimizers
+from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.ema import EMA
+from erlangen.training.metrics import evaluate
+
+
+class Session:
+    """A run that can be stepped, evaluated, saved and continued. ``run_id`` separates its random streams from others'."""
+
+    def __init__(self, config: TrainConfig, dataset: Dataset | None = None, run_id: str = "") -> None:
+        dataset = load(config.data, config.unit) if dataset is None else dataset
+        self.dataset, self.run_id = dataset, run_id
+        self.units = Units(len(dataset), dataset.unit, config.unit or "record")
+        self.config = config = config.settled(self.units.count)
+        self.device = torch.device(_device(config.device))
+        self.x, self.y = torch.from_numpy(dataset.x_train).to(self.device), torch.from_numpy(dataset.y_train).to(self.device)
+        self.model = self._model()
+        self.ema = EMA(self.model, config.ema) if config.ema else None
+        self.optimizer = self._optimizer()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.sampler = PoissonSampler(self.units.count, config.batch, config.seed, run_id, config.secure)
+        self.accountant = Accountant()
+        self.training = self._private()
+        self._augmentation = Stream("augmentation", config.seed, run_id)
+        self._layers = Stream("layers", config.seed, run_id)
+        self.step_count = 0
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def _model(self) -> nn.Module:
+        config = self.config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(Stream("init", config.seed, self.run_id).at(0).initial_seed())
+            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, **config.model_options)
+        return model.to(self.device)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        config, known = self.config, optimizers()
+        if config.optimizer not in known:
+            raise ConfigError(f"optimizer is {config.optimizer!r}; choose one of {', '.join(sorted(known))}")
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        return known[config.optimizer](parameters, config.lr, config.momentum, config.weight_decay)
+
+    def _rate(self, step: int) -> float:
+        if self.config.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, self.config.steps))))
+        return 1.0
+
+    def _private(self) -> PrivateTraining:
+        config = self.config
+        refuse_module(self.model)
+        with torch.no_grad():
+            check_independence(self.model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
+        noise = SecureNoise() if config.secure else StreamNoise(config.seed, self.run_id)
+        rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
+        sigma = 1.0 if config.noise_multiplier is None else config.noise_multiplier
+        context = Context(sigma, rule, noise, self.model, config.batch, config.mechanism_options)
+        mechanism = make_mechanism(config.mechanism, context)
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        mechanism.bind(parameters, config.batch)
+        tape = Tape(parameters, "mean", config.strategy)
+        tape.metric = mechanism.metric
+        training = PrivateTraining(self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, None)
+        if config.epsilon is not None:
+            assert config.delta is not None
+            training.calibrate(config.epsilon, config.delta, config.steps, "pld")
+        training.install()
+        return training
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One logical batch: one draw, one release, one update."""
+        config = self.config
+        if config.seed is not None:
+            torch.manual_seed(self._layers.at(self.step_count).initial_seed())
+        generator = self._augmentation.at(self.step_count, self.device)
+        parts = self.units.physical(self.sampler.draw(), config.max_physical_batch)
+        for k, (rows, owner) in enumerate(parts):
+            self._announce(rows, owner, k == 0, k == len(parts) - 1)
+            x = views(self.x[rows.to(self.device)], config.views, config.augment, generator)
+            y = self.y[rows.to(self.device)].repeat_interleave(config.views)
+            F.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        if self.ema is not None:
+            self.ema.update()
+        self.step_count += 1
+
+    def _announce(self, rows: Tensor, owner: Tensor, first: bool, last: bool) -> None:
+        count = self.config.views
+        grouped = self.units.grouped
+        owners = RowMap.of(owner.repeat_interleave(count)) if grouped else RowMap.regular(len(rows), count)
+        self.training.announce(owners, first, last)
+
+    def evaluate(self) -> dict[str, float]:
+        """Public test metrics of the averaged weights; empty without a test set."""
+        if self.dataset.x_test is None or self.dataset.y_test is None:
+            return {}
+        x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
+        if self.ema is None:
+            return evaluate(self.model, x, y, self.dataset.classes)
+        with self.ema.applied():
+            return evaluate(self.model, x, y, self.dataset.classes)
+
+    def epsilon(self, method: str = "pld") -> float:
+        """ε spent so far at the run's δ."""
+        assert self.config.delta is not None
+        return self.accountant.epsilon(self.config.delta, method) if self.accountant.steps else 0.0  # type: ignore[arg-type]
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is released: the averaged weights, or the last ones."""
+        return dict(self.ema.average) if self.ema is not None else dict(self.model.state_dict())
+
+    # -- continuing -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step_count,
+            "model": dict(self.model.state_dict()),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+            "mechanism": self.training.mechanism.state_dict(),
+            "noise_multiplier": self.training.mechanism.noise_multiplier,
+            "sampler": self.sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step_count = int(state["step"])
+        self.model.load_state_dict(state["model"])
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None]})
+        self.training.mechanism.load_state_dict(state["mechanism"])
+        self.sampler.load_state_dict(state["sampler"])
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r} but this PyTorch sees no GPU; use --device cpu")
+    return name
