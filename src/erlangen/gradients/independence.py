@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
+SCALES = (2.0, 50.0, 0.02)
+
 _STATEFUL_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -65,17 +68,18 @@ def _replacement(m: nn.Module) -> nn.Module | None:
 
 def check_independence(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Raise `MixesSamples`, naming the module, if row 0 of any module's output depends on the other rows."""
-    others = tuple(_changed(t) for t in inputs)
     with _untouched(module):
-        first, second = _trace(module, inputs), _trace(module, others)
-    for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
-        if _same(in_a, in_b) and not _same(out_a, out_b):
-            where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
-            raise MixesSamples(
-                f"{where} mixes samples: its output for one record changes with the other records of the batch, so "
-                "clipping one record's gradient does not bound its influence. Make it treat rows independently "
-                "(GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
-            )
+        first = _trace(module, inputs)
+        others = [_trace(module, tuple(_changed(t, scale) for t in inputs)) for scale in SCALES]
+    for second in others:
+        for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
+            if _same(in_a, in_b) and not _same(out_a, out_b):
+                where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
+                raise MixesSamples(
+                    f"{where} mixes samples: its output for one record changes with the other records of the batch, so "
+                    "clipping one record's gradient does not bound its influence. Make it treat rows independently "
+                    "(GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
+                )
 
 
 def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, reduction: str) -> None:
@@ -94,19 +98,19 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
         logits = logits.detach().clone().requires_grad_()
         return torch.autograd.grad(criterion(logits, targets), logits)[0][:1]
 
-    if not _same([gradient(outputs)], [gradient(_changed(outputs))]):
+    if not all(_same([gradient(outputs)], [gradient(_changed(outputs, scale))]) for scale in SCALES):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others. Use "
             "a loss that is a mean or a sum of per-sample terms with fixed weights."
         )
 
 
-def _changed(t: Tensor) -> Tensor:
+def _changed(t: Tensor, scale: float = 2.0) -> Tensor:
     """The same tensor with every row but the first replaced by other values of the same kind."""
     if not t.ndim or t.shape[0] < 2:
         return t
     other = t.clone()
-    other[1:] = t[:1] if not t.is_floating_point() else 2 * torch.randn_like(t[1:]) + 1
+    other[1:] = t[:1] if not t.is_floating_point() else scale * torch.randn_like(t[1:]) + scale / 2
     return other
 
 

@@ -75,7 +75,7 @@ class RowMap:
         if self.reduce == "sum":
             return present.to(like.dtype)
         count = torch.bincount(owner[present], minlength=max(self.owners, 1))
-        return torch.where(present, 1.0 / count.clamp(min=1)[owner.clamp(min=0)], 0.0).to(like.dtype)
+        return torch.where(present, 1.0 / count.clamp(min=1).to(like.dtype)[owner.clamp(min=0)], 0.0)
 
     def sum_rows(self, per_row: Tensor) -> Tensor:
         """Σ over the rows of each owner: [rows, …] → [owners, …]. Padding rows are dropped."""

@@ -1,0 +1,86 @@
+"""Modules and losses that mix samples are caught and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import erlangen
+from erlangen.gradients.independence import MixesSamples, check_independence, check_loss, known_problems
+
+
+class Whiten(nn.Module):
+    """A trick of one's own: centre by the batch mean."""
+
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+class BatchScale(nn.Module):
+    def forward(self, x):
+        return x / x.abs().max()
+
+
+@pytest.mark.parametrize("culprit", [Whiten(), BatchScale(), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)])
+def test_unknown_mixing_is_named(culprit):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), culprit), nn.Linear(4, 2))
+    with pytest.raises(MixesSamples, match=r"at '1\.1' mixes samples"):
+        check_independence(net, (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(3, 4)),
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.randn(3, 2, 4)),
+        (nn.Sequential(nn.Conv1d(2, 4, 1), nn.GroupNorm(2, 4), nn.MaxPool1d(2)), torch.randn(3, 2, 4)),
+    ],
+)
+def test_honest_modules_pass_and_are_untouched(module, x):
+    before = torch.random.get_rng_state()
+    check_independence(module, (x,))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_probe_leaves_buffers_alone():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    mean = net[1].running_mean.clone()
+    with pytest.raises(MixesSamples):
+        check_independence(net, (torch.randn(3, 4),))
+    assert torch.equal(net[1].running_mean, mean)
+
+
+def test_known_problems_name_module_and_cure():
+    net = nn.ModuleDict({"bn": nn.BatchNorm2d(3), "inst": nn.InstanceNorm2d(3, track_running_stats=True),
+                         "emb": nn.Embedding(3, 2, max_norm=1.0), "fine": nn.GroupNorm(1, 3)})  # fmt: skip
+    problems = known_problems(net)
+    assert len(problems) == 3
+    assert problems[0] == "BatchNorm2d at 'bn' mixes samples; use GroupNorm, or call erlangen.fix(model)"
+
+
+def test_fix_replaces_them_and_keeps_affine_parameters():
+    bn = nn.BatchNorm2d(48)
+    net = erlangen.fix(nn.Sequential(nn.Conv2d(3, 48, 3), bn, nn.InstanceNorm2d(48, track_running_stats=True)))
+    assert isinstance(net[1], nn.GroupNorm)
+    assert net[1].num_groups == 24
+    assert net[1].weight is bn.weight
+    assert not known_problems(net)
+    check_independence(net, (torch.randn(3, 3, 6, 6),))
+    assert isinstance(erlangen.fix(nn.BatchNorm1d(7)), nn.GroupNorm)
+
+
+def test_losses():
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    check_loss(nn.CrossEntropyLoss(), logits, targets, "mean")
+    check_loss(nn.CrossEntropyLoss(reduction="sum"), logits, targets, "sum")
+    with pytest.raises(ValueError, match="reduces by 'sum'; pass loss_reduction='sum'"):
+        check_loss(nn.CrossEntropyLoss(reduction="sum"), logits, targets, "mean")
+    with pytest.raises(ValueError, match="use 'mean' or 'sum'"):
+        check_loss(nn.CrossEntropyLoss(reduction="none"), logits, targets, "mean")
+
+    def contrastive(z, y):
+        return (z @ z.T).logsumexp(1).mean()
+
+    with pytest.raises(MixesSamples, match="the loss function mixes"):
+        check_loss(contrastive, logits, targets, "mean")

@@ -1,0 +1,68 @@
+"""Noise sources: distribution, independence, and the grid that hides low bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from erlangen.mechanisms.noise import GRID, SecureNoise, StreamNoise, secure_normal
+from erlangen.streams import Stream, secure_uniform
+
+
+@pytest.mark.parametrize("source", [StreamNoise(seed=1), StreamNoise(), SecureNoise()])
+def test_noise_is_standard_normal_after_scaling(source):
+    source.next_release()
+    z = source.perturb(torch.zeros(20000, dtype=torch.float64), 2.5) / 2.5
+    assert stats.kstest(z.numpy(), "norm").pvalue > 1e-4
+
+
+def test_a_broken_uniform_would_be_seen():
+    z = torch.rand(20000, dtype=torch.float64) * math.sqrt(12) - math.sqrt(3)
+    assert stats.kstest(z.numpy(), "norm").pvalue < 1e-4
+
+
+def test_streams_never_meet():
+    names = [(seed, run, purpose, rank) for seed in (0, 1) for run in ("a", "b") for purpose in ("x", "y") for rank in (0, 1)]
+    draws = {torch.randn(4, generator=Stream(p, s, r, k).at(step)).numpy().tobytes() for s, r, p, k in names for step in (0, 1)}
+    assert len(draws) == 2 * len(names)
+    a, b = Stream("noise"), Stream("noise")
+    assert not torch.equal(torch.randn(4, generator=a.at(0)), torch.randn(4, generator=b.at(0)))
+    assert "entropy" not in repr(a)
+
+
+def test_noise_needs_an_open_release():
+    with pytest.raises(RuntimeError, match="next_release"):
+        StreamNoise(seed=0).perturb(torch.zeros(2), 1.0)
+
+
+def test_secure_results_lie_on_one_grid_whatever_the_value_was():
+    """The attack on floating-point noise looks at low bits; on a common grid they say nothing about the value."""
+    source, step = SecureNoise(), 2.0 ** math.floor(math.log2(0.7 * GRID))
+    for value in (0.0, 1 / 3, math.pi, 1e-12):
+        out = source.perturb(torch.full((1000,), value, dtype=torch.float64), 0.7)
+        assert torch.equal(out / step, torch.round(out / step))
+    plain = StreamNoise(seed=0)
+    plain.next_release()
+    off = plain.perturb(torch.full((1000,), 1 / 3, dtype=torch.float64), 0.7)
+    assert not torch.equal(off / step, torch.round(off / step))
+
+
+def test_secure_numbers():
+    u = secure_uniform(10000)
+    assert ((u > 0) & (u < 1)).all()
+    assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-4
+    assert secure_normal(torch.Size([3, 5])).shape == (3, 5)
+    assert SecureNoise().perturb(torch.zeros(0), 1.0).shape == (0,)
+    assert not SecureNoise().state_dict(), "no seed is ever stored"
+
+
+def test_per_coordinate_std():
+    std = torch.tensor([0.0, 1.0, 100.0])
+    for source in (SecureNoise(), StreamNoise(seed=0)):
+        source.next_release()
+        z = torch.stack([source.perturb(torch.zeros(3), std) for _ in range(500)])
+        assert torch.equal(z[:, 0], torch.zeros(500))
+        assert float(z[:, 2].std()) == pytest.approx(100, rel=0.2)
