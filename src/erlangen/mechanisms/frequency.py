@@ -1,0 +1,192 @@
+"""Fourier coordinates of a parameter: real, orthonormal, and with a projector onto chosen frequencies.
+
+The transform is the Hartley form of the unitary FFT, H g = Re F g − Im F g. It is real, symmetric and its own inverse
+(F = R + iM is unitary and symmetric, so R² + M² = I and RM = 0, hence H² = I). A real gradient of N entries has exactly
+N real coordinates, with no weights at DC and Nyquist to forget: white noise on them is white noise on the gradient. A
+set of frequencies that contains −k with k is a set of Hartley coordinates, so a conjugate-symmetric filter is a mask.
+
+Convolution kernels are transformed over their kernel axes (cropped, never padded to the image: clipping the full
+correlation would waste most of C), block-circulant weights over the block axis. Both are "every axis after the first
+two". Dense matrices and vectors have no frequencies and stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from erlangen.gradients.pieces import Weight, accumulate_dtype
+from erlangen.mechanisms.geometry import Geometry
+
+ORDERS = ("filter-first", "clip-first")
+
+# Largest transform done as a matrix product: tiny FFTs over many kernels are slower.
+MATRIX_SIZE = 256
+
+# How much of ‖g‖ counts beside ‖P g‖; see `Fourier.weight`.
+GUARD = 1.0 / 16.0
+
+
+def hartley(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Orthonormal real Fourier transform over ``dims``; its own inverse."""
+    if not dims:
+        return x
+    f = torch.fft.fftn(x, dim=tuple(dims), norm="ortho")
+    return f.real - f.imag
+
+
+def parity(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """x[−k mod N] over ``dims``: even sequences are unchanged, odd ones change sign."""
+    return torch.roll(torch.flip(x, list(dims)), [1] * len(dims), list(dims)) if dims else x
+
+
+def half_spectrum_weights(sizes: Sequence[int]) -> Tensor:
+    """w with ‖g‖² = Σ w|rfftn(g, norm="ortho")|²: 1 where the last axis is at DC or Nyquist, 2 elsewhere."""
+    last = sizes[-1]
+    w = torch.full((last // 2 + 1,), 2.0, dtype=torch.float64)
+    w[0] = 1.0
+    if last % 2 == 0:
+        w[-1] = 1.0
+    return w.expand(*[*sizes[:-1], last // 2 + 1]).clone()
+
+
+def low_pass(sizes: Sequence[int], ratio: float) -> Tensor:
+    """The smallest set of lowest frequencies with at least ratio·N of the N coordinates, whole rings only.
+
+    A ring is all frequencies with the same Σ (k/N)²; it contains −k with k, so that the mask is conjugate-symmetric.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio is {ratio}; it is the share of frequencies kept and must lie in (0, 1]")
+    grids = torch.meshgrid(*[torch.fft.fftfreq(n, dtype=torch.float64).square() for n in sizes], indexing="ij")
+    radius = torch.stack(grids).sum(0)
+    wanted = math.ceil(ratio * radius.numel() - 1e-9)
+    edge = radius.flatten().sort().values[wanted - 1]
+    return radius <= edge + 1e-12
+
+
+def check_symmetric(name: str, mask: Tensor) -> None:
+    """A filter that keeps k but not −k would make the released gradient complex."""
+    flipped = parity(mask, range(mask.ndim))
+    if not torch.equal(mask, flipped):
+        where = tuple(int(i) for i in (mask != flipped).nonzero()[0])
+        raise ValueError(f"the mask of {name!r} keeps frequency {where} but not its negative; keep both or neither")
+    if not bool(mask.any()):
+        raise ValueError(f"the mask of {name!r} keeps no frequency at all; drop the parameter from training instead")
+
+
+class Fourier(Geometry):
+    """T = P·H: Hartley coordinates of the frequencies that are kept. Unitary when all are.
+
+    ``ratio`` keeps a low-pass share of each parameter's frequencies; ``masks`` names the frequencies of a parameter
+    explicitly (FFT order, shaped like the transformed axes); ``axes`` names the axes to transform where the rule at the
+    top of this file is not the right one. All of these are fixed before training and independent of the data.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 1.0,
+        masks: Mapping[str, Tensor] | None = None,
+        axes: Mapping[str, Sequence[int]] | None = None,
+        order: str = "filter-first",
+    ) -> None:
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
+        low_pass((1,), ratio)
+        self.ratio, self.order = ratio, order
+        self._given = {name: m.detach().to("cpu", torch.bool) for name, m in (masks or {}).items()}
+        self._axes = {name: tuple(a) for name, a in (axes or {}).items()}
+        self.dims: dict[str, tuple[int, ...]] = {}
+        self.mask: dict[str, Tensor] = {}
+
+    def bind(self, shapes: Mapping[str, torch.Size]) -> None:
+        for what, names in (("masks", self._given), ("axes", self._axes)):
+            unknown = sorted(set(names) - set(shapes))
+            if unknown:
+                raise ValueError(f"{what} names {unknown}, which are not trained; the parameters are {sorted(shapes)}")
+        self.shapes = dict(shapes)
+        self._scaled: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        for name, shape in shapes.items():
+            axes = self._axes.get(name, tuple(range(2, len(shape))))
+            if any(not -len(shape) <= a < len(shape) for a in axes) or len({a % len(shape) for a in axes}) < len(axes):
+                raise ValueError(f"axes of {name!r} are {axes}, but its shape is {tuple(shape)}")
+            self.dims[name] = tuple(sorted((a % len(shape)) - len(shape) for a in axes))
+            self.mask[name] = self._mask_of(name, [shape[d] for d in self.dims[name]])
+
+    def _mask_of(self, name: str, sizes: list[int]) -> Tensor:
+        mask = self._given.get(name)
+        if mask is None:
+            return low_pass(sizes, self.ratio) if sizes else torch.ones((), dtype=torch.bool)
+        if list(mask.shape) != sizes:
+            raise ValueError(f"the mask of {name!r} has shape {tuple(mask.shape)}; its frequencies are {tuple(sizes)}")
+        check_symmetric(name, mask)
+        return mask
+
+    def kept(self, name: str) -> float:
+        """K/N: the share of coordinates that are released."""
+        return float(self.mask[name].double().mean())
+
+    def weight(self, name: str) -> Weight:
+        """How ‖P g‖ is measured.
+
+        Raw gradients are summed and projected once, so a huge gradient outside the kept frequencies must not pass: it
+        would absorb the others in floating point before P removes it. The norm is therefore ‖(P + κ²I)^½ g‖ ≥ ‖P g‖
+        with κ = 1/16: at most 0.2 % more clipping for a gradient inside, and no term of the raw sum above 16·C.
+        """
+        if self.order == "clip-first" or bool(self.mask[name].all()):
+            return None
+        return lambda g: self._guarded(name, g)
+
+    def _guarded(self, name: str, g: Tensor) -> Tensor:
+        g = g.to(accumulate_dtype(g))
+        dims = self.dims[name]
+        if dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE:
+            return g.flatten(g.ndim - len(dims)) @ self._matrix(name, g)
+        return self._spread(name, hartley(g, dims), self._scales(name).to(g))
+
+    def _scales(self, name: str) -> Tensor:
+        return torch.where(self.mask[name], math.sqrt(1 + GUARD**2), GUARD).double()
+
+    def _matrix(self, name: str, like: Tensor) -> Tensor:
+        """H·diag(s), the guarded transform as a matrix acting from the right."""
+        key = (name, like.dtype, like.device)
+        if key not in self._scaled:
+            mask = self.mask[name]
+            units = torch.eye(mask.numel(), dtype=torch.float64).view(-1, *mask.shape)
+            rows = hartley(units, tuple(range(1, units.ndim))).flatten(1) * self._scales(name).flatten()
+            self._scaled[key] = rows.to(like)
+        return self._scaled[key]
+
+    def _spread(self, name: str, g: Tensor, over: Tensor) -> Tensor:
+        """g ∘ over, with ``over`` shaped like the transformed axes."""
+        shape, sizes = [1] * g.ndim, iter(over.shape)
+        for d in self.dims[name]:
+            shape[d] = next(sizes)
+        return g * over.view(shape)
+
+    def forward(self, name: str, g: Tensor) -> Tensor:
+        """The kept coordinates, [..., K] with the transformed axes last and flattened."""
+        if not self.dims[name]:
+            return g
+        h = self._last(name, hartley(g, self.dims[name]))
+        return h.flatten(h.ndim - len(self.dims[name]))[..., self.mask[name].flatten().to(g.device)]
+
+    def inverse(self, name: str, c: Tensor) -> Tensor:
+        dims = self.dims[name]
+        if not dims:
+            return c
+        mask = self.mask[name]
+        h = c.new_zeros(*c.shape[:-1], mask.numel())
+        h[..., mask.flatten().to(c.device)] = c
+        h = h.view(*c.shape[:-1], *mask.shape)
+        return hartley(torch.movedim(h, list(range(-len(dims), 0)), list(dims)), dims)
+
+    def _last(self, name: str, g: Tensor) -> Tensor:
+        dims = self.dims[name]
+        return torch.movedim(g, list(dims), list(range(-len(dims), 0)))
+
+    def energy(self, name: str, like: Tensor) -> Tensor | float:
+        """diag(P): constant, because P commutes with shifts."""
+        return self.kept(name)
