@@ -48,7 +48,7 @@ def cases() -> dict[str, tuple[nn.FieldType, nn.FieldType, int, dict]]:
 
 
 def reference(in_type: nn.FieldType, out_type: nn.FieldType, size: int, options: dict) -> dict[str, np.ndarray]:
-    """Basis (one representative input and output field of each kind is enough for uniform types), scales, and a forward."""
+    """The basis between the first fields of each kind, the scale of every coefficient, and a forward pass."""
     torch.manual_seed(size + 10 * in_type.size)
     conv = nn.R2Conv(in_type, out_type, size, padding=size // 2, bias=True, **options)
     conv.bias.data.normal_()

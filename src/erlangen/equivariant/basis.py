@@ -79,7 +79,7 @@ def steerable_basis(inp: Representation, out: Representation, grid: KernelGrid) 
     mix = None
     if orbits is not None:
         first = np.unique(orbits.entry, return_index=True)[1]
-        mix = stacked.reshape(len(stacked), -1)[:, first].T.copy()
+        mix = stacked.reshape(len(stacked), orbits.entry.size)[:, first].T.copy()
     return KernelBasis(stacked, tuple(labels), orbits, mix)
 
 

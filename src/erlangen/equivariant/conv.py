@@ -56,8 +56,8 @@ class SteerableConv2d(EquivariantModule):
         grid = KernelGrid.build(kernel_size, dilation, rings, widths, cutoff)
         self.expansion = KernelExpansion(_one_group(in_type, groups), _check_groups(out_type, groups), grid, basis)
         self.weight = nn.Parameter(torch.empty(self.expansion.dimension))
-        invariants = torch.as_tensor(out_type.invariants()).to(torch.get_default_dtype())
-        self.register_buffer("invariants", invariants if bias else None, persistent=False)
+        invariants = out_type.invariants()
+        self.register_constant("invariants", invariants if bias else None)
         self.bias = nn.Parameter(torch.zeros(invariants.shape[1])) if bias and invariants.shape[1] else None
         self.reset_parameters()
 

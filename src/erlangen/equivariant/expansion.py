@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.equivariant.basis import KernelBasis, pixel_basis, steerable_basis
+from erlangen.equivariant.constants import ConstantsModule
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.kernels import KernelGrid
 from erlangen.equivariant.representations import Representation
 
 
-class KernelBlock(nn.Module):
+class KernelBlock(ConstantsModule):
     """Coefficients [..., fields out, fields in, n] ↔ kernels [..., fields out·d_out, fields in·d_in, k, k].
 
     K = Σ_b θ_b B_b with the basis stored densely, [n, d_out·d_in·k·k]; or, where the kernels are constant on the
@@ -36,18 +37,16 @@ class KernelBlock(nn.Module):
         super().__init__()
         self.dimension, self.d_out, self.d_in, self.size, _ = basis.kernels.shape
         self.fields_out, self.fields_in = fields_out, fields_in
-        flat = torch.as_tensor(basis.kernels.reshape(self.dimension, -1))
         mix = entry = members = None
         if basis.orbits is not None and basis.mix is not None:
-            entry = torch.as_tensor(basis.orbits.entry)
+            entry = basis.orbits.entry
             identity = basis.mix.shape[0] == basis.mix.shape[1] and np.array_equal(basis.mix, np.eye(len(basis.mix)))
-            mix = None if identity else torch.as_tensor(basis.mix).to(torch.get_default_dtype())
-            members = _one_member_per_row(basis.orbits.entry, self.d_out)
-        dense = None if members is not None else flat.to(torch.get_default_dtype())
-        self.register_buffer("dense", dense, persistent=False)
-        self.register_buffer("mix", mix, persistent=False)
-        self.register_buffer("entry", entry, persistent=False)
-        self.register_buffer("members", members, persistent=False)
+            mix = None if identity else basis.mix
+            members = _one_member_per_row(entry, self.d_out)
+        self.register_constant("dense", None if members is not None else basis.kernels.reshape(self.dimension, -1))
+        self.register_constant("mix", mix)
+        self.register_constant("entry", entry)
+        self.register_constant("members", members)
 
     def expand(self, theta: Tensor) -> Tensor:
         if self.entry is not None:
@@ -74,13 +73,13 @@ class KernelBlock(nn.Module):
         return entries @ self.dense.T
 
 
-def _one_member_per_row(entry: np.ndarray, rows: int) -> Tensor | None:
+def _one_member_per_row(entry: np.ndarray, rows: int) -> np.ndarray | None:
     """members[h, p] = place in row h of its one entry that belongs to orbit p; None if some row has none or several."""
     table = entry.reshape(rows, -1)
     count = int(entry.max()) + 1
     if table.shape[1] != count or any(len(np.unique(row)) != count for row in table):
         return None
-    return torch.as_tensor(np.argsort(table, axis=1))
+    return np.argsort(table, axis=1)
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class _RowBlock:
     stop: int
 
 
-class KernelExpansion(nn.Module):
+class KernelExpansion(ConstantsModule):
     """The linear map θ → K between two field types; holds only buffers that are rebuilt, none that are saved."""
 
     def __init__(self, in_type: FieldType, out_type: FieldType, grid: KernelGrid, basis: str = "steerable") -> None:
@@ -116,6 +115,9 @@ class KernelExpansion(nn.Module):
             self._rows.append((start, length, row))
             start += length * out_type.multiplicity(out)
         self.dimension = start
+        if start == 0:
+            size = f"{grid.size}×{grid.size}"
+            raise ValueError(f"no equivariant {size} kernel from {in_type} to {out_type}; use a larger one")
         self.fan_in = in_type.size * grid.size**2
         self._register_order("in", in_type)
         self._register_order("out", out_type)
@@ -133,10 +135,8 @@ class KernelExpansion(nn.Module):
         """Kernels are built kind by kind; where fields interleave, a permutation puts the channels in their place."""
         order = np.concatenate([field_type.channels_of(rho).reshape(-1) for rho in field_type.distinct])
         sorted_already = np.array_equal(order, np.arange(field_type.size))
-        self.register_buffer(f"{side}_order", None if sorted_already else torch.as_tensor(order), persistent=False)
-        self.register_buffer(
-            f"{side}_place", None if sorted_already else torch.as_tensor(np.argsort(order)), persistent=False
-        )
+        self.register_constant(f"{side}_order", None if sorted_already else order)
+        self.register_constant(f"{side}_place", None if sorted_already else np.argsort(order))
 
     def _cells(self, o: int) -> list[tuple[_RowBlock, KernelBlock | None, KernelBasis]]:
         cells = []
@@ -225,7 +225,7 @@ class KernelExpansion(nn.Module):
         values = torch.ones(self.dimension)
         for o, row in enumerate(self.rows(values)):
             for block, _, basis in self._cells(o):
-                energy = torch.as_tensor(np.square(basis.kernels).reshape(basis.dimension, -1).sum(1))
+                energy = torch.as_tensor(np.square(basis.kernels).sum((1, 2, 3, 4)))
                 scale = (2 / (self.fan_in * energy)).sqrt().to(row.dtype)
                 row[:, block.start : block.stop] = scale.repeat(self.in_type.multiplicity(block.inp))
         return values
@@ -244,18 +244,17 @@ class KernelExpansion(nn.Module):
                 mean = np.einsum("noiyx,o,i->n", basis.kernels, u, ones)
                 parts.append(np.tile(mean, self.in_type.multiplicity(block.inp)))
             functionals.append(np.concatenate(parts))
-        matrix = np.array(functionals).reshape(len(functionals), -1)
+        matrix = np.array(functionals).reshape(len(functionals), self._rows[o][1])
         if matrix.size:
             _, values, vectors = np.linalg.svd(matrix, full_matrices=False)
-            matrix = vectors[values > 1e-9 * max(values.max(), 1e-30)]
-        dtype = torch.get_default_dtype()
-        self.register_buffer(f"mean_{o}", torch.as_tensor(matrix).to(dtype), persistent=False)
+            matrix = vectors[values > 1e-9]
+        self.register_constant(f"mean_{o}", matrix)
         for i, (_, _, basis) in enumerate(self._cells(o)):
-            flat = basis.kernels.reshape(basis.dimension, -1)
+            flat = basis.kernels.reshape(basis.dimension, int(np.prod(basis.kernels.shape[1:])))
             gram = flat @ flat.T
             scalar = basis.dimension == 0 or np.allclose(gram, gram[0, 0] * np.eye(len(gram)), atol=1e-9)
             stored = np.array(gram[0, 0] if basis.dimension else 1.0) if scalar else gram
-            self.register_buffer(f"gram_{o}_{i}", torch.as_tensor(stored).to(dtype), persistent=False)
+            self.register_constant(f"gram_{o}_{i}", stored)
 
     def _gram(self, o: int, row: Tensor) -> Tensor:
         """The Gram matrix of the kernels, applied to rows [..., L]."""

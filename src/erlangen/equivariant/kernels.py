@@ -88,8 +88,9 @@ def _sampled_matrices(psi: Irrep, rotations: int | None) -> np.ndarray:
 class KernelGrid:
     """Where kernels are sampled and how they are band-limited: Gaussian rings, and a highest frequency on each ring.
 
-    The defaults are those of escnn: about one ring per pixel of radius, width 0.6 (0.4 on the outer ring, 0.005 at the
-    centre), and frequencies that the ring can carry without aliasing.
+    The defaults for odd sizes are those of escnn: one ring per pixel of radius, width 0.6 (0.4 on the outer ring, 0.005
+    at the centre), and frequencies that the ring can carry without aliasing. Even sizes have no tap at the centre, and
+    their rings lie between the whole radii.
     """
 
     size: int
@@ -107,16 +108,16 @@ class KernelGrid:
         widths: tuple[float, ...] | None = None,
         cutoff: float | Callable[[float], float] | None = None,
     ) -> KernelGrid:
-        """A grid with escnn's defaults; ``cutoff`` is a frequency per unit of radius, or a function of the radius."""
+        """A grid with the default rings; ``cutoff`` is a frequency per unit of radius, or a function of the radius."""
         if size < 1:
             raise ValueError(f"kernel size must be at least 1, got {size}")
         if rings is None:
-            rings = tuple(float(r) * dilation for r in np.linspace(0, (size - 1) // 2, math.ceil(size / 2)))
+            rings = tuple((0.5 * ((size + 1) % 2) + r) * dilation for r in range((size + 1) // 2))
         if widths is None:
             widths = tuple(0.005 if r == 0 else 0.4 if i == len(rings) - 1 else 0.6 for i, r in enumerate(rings))
         if len(widths) != len(rings):
             raise ValueError(f"{len(rings)} rings need as many widths, got {len(widths)}")
-        limit = _default_cutoff(size // 2) if cutoff is None else cutoff
+        limit = _default_cutoff(size, rings[-1]) if cutoff is None else cutoff
         highest = tuple(math.floor(limit(r) if callable(limit) else limit * r) for r in rings)
         return cls(size, rings, widths, highest, dilation)
 
@@ -127,13 +128,11 @@ class KernelGrid:
         return np.stack([x, y])
 
 
-def _default_cutoff(outer: float) -> Callable[[float], float]:
-    def limit(r: float) -> float:
-        if r == 0:
-            return 0
-        return min(2 * r, 2 if r == outer else 2 * r - (r + 1) % 2)
-
-    return limit
+def _default_cutoff(size: int, last: float) -> Callable[[float], float]:
+    """Twice the radius at most, less one on even radii inside; 2 on the outer ring, which the square cuts."""
+    if size % 2 == 0:
+        return lambda r: min(2 * r, 2) if r == last else 2 * r
+    return lambda r: 0 if r == 0 else min(2 * r, 2 if r == size // 2 else 2 * r - (r + 1) % 2)
 
 
 @dataclass(frozen=True)

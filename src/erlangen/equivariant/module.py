@@ -7,10 +7,11 @@ import copy
 from torch import nn
 
 from erlangen.equivariant.checks import EquivarianceReport, check_equivariance
+from erlangen.equivariant.constants import ConstantsModule
 from erlangen.equivariant.fields import FieldType
 
 
-class EquivariantModule(nn.Module):
+class EquivariantModule(ConstantsModule):
     """A map from features of type ``in_type`` to features of type ``out_type`` that commutes with the group.
 
     Inputs and outputs are plain tensors [batch, channels, height, width]. The types are attributes, not tensors, so

@@ -42,7 +42,7 @@ class NormNonlinearity(EquivariantModule):
         if function not in ("relu", "sigmoid"):
             raise ValueError(f"unknown norm nonlinearity {function!r}; use 'relu' or 'sigmoid'")
         self.function, self.eps = function, eps
-        self.register_buffer("field_of", torch.as_tensor(field_type.field_of_channel), persistent=False)
+        self.register_constant("field_of", field_type.field_of_channel)
         self.bias = nn.Parameter(torch.zeros(len(field_type))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class GatedNonlinearity(EquivariantModule):
     def __init__(self, field_type: FieldType) -> None:
         gates = trivial_fields(field_type.group, len(field_type))
         super().__init__(field_type + gates, field_type)
-        self.register_buffer("field_of", torch.as_tensor(field_type.field_of_channel), persistent=False)
+        self.register_constant("field_of", field_type.field_of_channel)
 
     def forward(self, x: Tensor) -> Tensor:
         values, gates = x.split([self.out_type.size, len(self.out_type)], dim=1)
@@ -95,8 +95,8 @@ class FourierNonlinearity(EquivariantModule):
         super().__init__(field_type, field_type)
         self.function = function
         self.rotations = rotations if rotations is not None else 4 * (frequency + 1)
-        matrix = torch.as_tensor(fourier_matrix(group, frequency, self.rotations)).to(torch.get_default_dtype())
-        self.register_buffer("samples", matrix, persistent=False)
+        matrix = fourier_matrix(group, frequency, self.rotations)
+        self.register_constant("samples", matrix)
         self.gain = math.sqrt(matrix.shape[0] / matrix.shape[1])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -121,13 +122,12 @@ class FieldInstanceNorm(EquivariantModule):
     def __init__(self, field_type: FieldType, *, affine: bool = True, eps: float = 1e-5) -> None:
         super().__init__(field_type, field_type)
         self.eps = eps
-        dtype = torch.get_default_dtype()
-        field_of = torch.as_tensor(field_type.field_of_channel)
-        sizes = torch.tensor([rho.size for rho in field_type.representations], dtype=dtype)
-        self.register_buffer("invariants", torch.as_tensor(field_type.invariants()).to(dtype), persistent=False)
-        self.register_buffer("field_of", field_of, persistent=False)
+        field_of = field_type.field_of_channel
+        sizes = np.array([rho.size for rho in field_type.representations])
+        self.register_constant("invariants", field_type.invariants())
+        self.register_constant("field_of", field_of)
         # [channels, fields]: mean over the components of each field
-        self.register_buffer("spread", F.one_hot(field_of, len(field_type)).to(dtype) / sizes, persistent=False)
+        self.register_constant("spread", np.eye(len(field_type))[field_of] / sizes)
         self.weight = nn.Parameter(torch.ones(len(field_type))) if affine else None
         self.bias = nn.Parameter(torch.zeros(self.invariants.shape[1])) if affine and self.invariants.shape[1] else None
 

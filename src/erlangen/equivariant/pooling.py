@@ -53,7 +53,7 @@ class GroupPool(EquivariantModule):
             require_permutation(field_type, f"GroupPool({mode!r})")
             field_type.uniform(f"GroupPool({mode!r})")
         self.mode, self.eps = mode, eps
-        self.register_buffer("field_of", torch.as_tensor(field_type.field_of_channel), persistent=False)
+        self.register_constant("field_of", field_type.field_of_channel)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "norm":
@@ -79,7 +79,7 @@ class FieldDropout(EquivariantModule):
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability must be in [0, 1), got {p}")
         self.p = p
-        self.register_buffer("field_of", torch.as_tensor(field_type.field_of_channel), persistent=False)
+        self.register_constant("field_of", field_type.field_of_channel)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:

@@ -31,7 +31,7 @@ class Restrict(EquivariantModule):
             representations += parts
             order += [int(start) + int(c) for c in channels]
         super().__init__(in_type, FieldType(subgroup, tuple(representations)))
-        self.register_buffer("order", torch.tensor(order), persistent=False)
+        self.register_constant("order", np.array(order))
 
     def forward(self, x: Tensor) -> Tensor:
         return x.index_select(1, self.order)
@@ -66,8 +66,7 @@ class Disentangle(EquivariantModule):
         matrix = np.zeros((in_type.size, in_type.size))
         for start, rho in zip(in_type.starts, in_type.representations):
             matrix[start : start + rho.size, start : start + rho.size] = rho.change_of_basis.T
-        dtype = torch.get_default_dtype()
-        self.register_buffer("matrix", torch.as_tensor(matrix)[..., None, None].to(dtype), persistent=False)
+        self.register_constant("matrix", matrix[..., None, None])
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.matrix)

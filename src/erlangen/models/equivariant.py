@@ -298,7 +298,8 @@ def c8_steerable_cnn(
 ) -> EquivariantClassifier:
     """A small C8 steerable CNN for rotated digits: convolutions of regular fields, Mish, norm, average pooling.
 
-    The logits are invariant to rotations by multiples of 45° (exactly so by 90°, elsewhere as far as the grid allows).
+    The logits are invariant to rotations by multiples of 45°: exactly by 90° where the image size is a multiple of
+    2^(layers − 1), elsewhere as far as the grid allows.
     """
     g = cyclic(rotations)
     style = Style(cutoff=None, standardise=False)
@@ -308,9 +309,9 @@ def c8_steerable_cnn(
         target = regular_fields(g, count)
         conv = SteerableConv2d(current, target, kernel_size, padding=kernel_size // 2)
         layers += [conv, style.activation(target)]
-        if norm:
-            layers.append(style.norm(target))
         if position < len(field_counts) - 1:
+            # not after the last convolution: averages of normalised fields say nothing about the image
+            layers += [style.norm(target)] if norm else []
             layers.append(SpatialAvgPool(target, 2))
         current = target
     return EquivariantClassifier(EquivariantSequential(*layers), num_classes, head_pool="avg", invariant=invariant)

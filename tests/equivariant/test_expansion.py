@@ -1,0 +1,135 @@
+"""θ → kernel is linear, its pullback is the adjoint, and standardisation is what it says with the right Jacobian."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from erlangen.equivariant import (
+    FieldType,
+    KernelExpansion,
+    KernelGrid,
+    cyclic,
+    dihedral,
+    fields,
+    irrep,
+    o2,
+    quotient,
+    regular,
+    so2,
+    spectral,
+    trivial,
+)
+
+
+def type_strategy(data: st.DataObject, name: str) -> FieldType:
+    group = {"C4": cyclic(4), "D4": dihedral(4), "C8": cyclic(8), "D3": dihedral(3), "SO2": so2(), "O2": o2()}[name]
+    kinds = [trivial(group), irrep(group, 1), spectral(group, 1)]
+    if group.is_finite:
+        kinds += [regular(group), quotient(group, cyclic(1) if not group.reflections else dihedral(1))]
+    return fields(data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4)))
+
+
+def build(data: st.DataObject, name: str) -> KernelExpansion:
+    size = data.draw(st.sampled_from([2, 3, 5]))
+    return KernelExpansion(type_strategy(data, name), type_strategy(data, name), KernelGrid.build(size)).double()
+
+
+names = st.sampled_from(["C4", "D4", "C8", "D3", "SO2", "O2"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, st.data())
+def test_pullback_is_the_adjoint_of_expand(name: str, data: st.DataObject) -> None:
+    expansion = build(data, name)
+    generator = torch.Generator().manual_seed(0)
+    theta = torch.randn(expansion.dimension, generator=generator, dtype=torch.float64)
+    kernel = expansion.expand(theta)
+    assert kernel.shape == (expansion.out_type.size, expansion.in_type.size, expansion.grid.size, expansion.grid.size)
+    gradient = torch.randn(3, 2, *kernel.shape, generator=generator, dtype=torch.float64)
+    pulled = expansion.pullback(gradient)
+    assert pulled.shape == (3, 2, expansion.dimension)
+    assert torch.allclose((gradient * kernel).sum((-4, -3, -2, -1)), pulled @ theta, atol=1e-9)
+    ones = expansion.expand(torch.ones_like(theta))
+    assert torch.allclose(expansion.expand(2 * theta - 1), 2 * kernel - ones, atol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, st.data())
+def test_standardised_kernels_and_their_jacobian(name: str, data: st.DataObject) -> None:
+    expansion = build(data, name)
+    generator = torch.Generator().manual_seed(1)
+    theta = torch.randn(expansion.dimension, generator=generator, dtype=torch.float64, requires_grad=True)
+    unit = expansion.standardise(theta, eps=1e-12)
+    kernel = expansion.expand(unit)
+    for start, rho in zip(expansion.out_type.starts, expansion.out_type.representations):
+        energy = kernel[start : start + rho.size].detach().square().sum()
+        assert float(energy) == pytest.approx(rho.size, rel=1e-6) or float(energy) < 1e-6
+    # no response of an invariant output to a constant invariant input
+    ones = torch.as_tensor(expansion.in_type.invariants() @ expansion.in_type.invariants().T).sum(1)
+    invariants = torch.as_tensor(expansion.out_type.invariants())
+    assert torch.allclose(torch.einsum("oiyx,i,ou->u", kernel, ones, invariants), torch.zeros(1).double(), atol=1e-8)
+    cotangents = torch.randn(4, expansion.dimension, generator=generator, dtype=torch.float64)
+    expected = torch.stack([torch.autograd.grad(unit, theta, v, retain_graph=True)[0] for v in cotangents])
+    assert torch.allclose(expansion.standardise_vjp(theta.detach(), cotangents, eps=1e-12), expected, atol=1e-8)
+
+
+def test_standardisation_of_regular_fields_is_the_ordinary_one() -> None:
+    """For the pixel basis it equals subtracting the mean and dividing by the deviation of every output channel."""
+    group = dihedral(4)
+    two, three = fields(regular(group), 2), fields(regular(group), 3)
+    expansion = KernelExpansion(two, three, KernelGrid.build(3), "pixel").double()
+    theta = torch.randn(expansion.dimension, dtype=torch.float64)
+    raw = expansion.expand(theta).flatten(1)
+    centred = raw - raw.mean(1, keepdim=True)
+    expected = centred / (centred.square().mean(1, keepdim=True) * raw.shape[1]).sqrt()
+    assert torch.allclose(expansion.expand(expansion.standardise(theta, eps=0.0)).flatten(1), expected, atol=1e-10)
+
+
+def test_fast_and_dense_paths_agree() -> None:
+    """The gather of grid symmetries gives the kernels that the dense basis gives."""
+    group = dihedral(4)
+    for basis in ("steerable", "pixel"):
+        two, three = fields(regular(group), 2), fields(regular(group), 3)
+        expansion = KernelExpansion(two, three, KernelGrid.build(3), basis).double()
+        block = expansion.blocks["0_0"]
+        kernels = torch.as_tensor(expansion._bases[0, 0].kernels)
+        theta = torch.randn(expansion.dimension, dtype=torch.float64)
+        dense = torch.einsum("oin,nabyx->oaibyx", theta.view(3, 2, -1), kernels).reshape(24, 16, 3, 3)
+        assert torch.allclose(expansion.expand(theta), dense, atol=1e-10)
+        assert block.members is not None
+
+
+def test_paper_scale_is_the_energy_of_white_noise() -> None:
+    """E‖B∗x‖² estimated by convolving white noise, against the closed form."""
+    group = dihedral(4)
+    expansion = KernelExpansion(fields(trivial(group), 1), fields(regular(group), 1), KernelGrid.build(3)).double()
+    x = torch.randn(1, 1, 400, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for b, m in enumerate(expansion.paper_scale()):
+        unit = torch.zeros(expansion.dimension, dtype=torch.float64)
+        unit[b] = 1
+        energy = torch.nn.functional.conv2d(x, expansion.expand(unit)).square().sum(1).mean()
+        assert float(m) == pytest.approx(float((2 / (9 * energy)).sqrt()), rel=0.02)
+    assert len(np.unique(np.round(expansion.paper_scale().numpy(), 6))) == 2
+
+
+def test_copies_share_the_basis_and_maps_vmap() -> None:
+    group = cyclic(8)
+    expansion = KernelExpansion(fields(regular(group), 2), fields(regular(group), 2), KernelGrid.build(3))
+    twin = copy.deepcopy(expansion)
+    assert twin._bases[0, 0] is expansion._bases[0, 0]
+    assert not expansion.state_dict()
+    thetas = torch.randn(5, expansion.dimension)
+    stacked = torch.vmap(lambda t: expansion.expand(expansion.standardise(t)))(thetas)
+    assert torch.allclose(stacked[3], expansion.expand(expansion.standardise(thetas[3])), atol=1e-5)
+
+
+def test_impossible_kernels_are_refused() -> None:
+    group = so2()
+    with pytest.raises(ValueError, match="no equivariant 1×1 kernel"):
+        KernelExpansion(fields(irrep(group, 1)), fields(irrep(group, 2)), KernelGrid.build(1))
+    with pytest.raises(ValueError, match="unknown basis"):
+        KernelExpansion(fields(irrep(group, 1)), fields(irrep(group, 2)), KernelGrid.build(3), "fourier")

@@ -1,0 +1,176 @@
+"""Nonlinearities, pooling, dropout, restriction and chains: equivariance, export, and the twins that must fail."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from erlangen.equivariant import (
+    Disentangle,
+    EquivarianceError,
+    EquivariantModule,
+    EquivariantSequential,
+    FieldDropout,
+    FieldType,
+    FourierNonlinearity,
+    GatedNonlinearity,
+    GroupPool,
+    NormNonlinearity,
+    Pointwise,
+    Restrict,
+    SpatialAvgPool,
+    SpatialMaxPool,
+    SteerableConv2d,
+    check_equivariance,
+    cyclic,
+    dihedral,
+    export,
+    fields,
+    irrep,
+    o2,
+    quotient,
+    regular,
+    regular_fields,
+    so2,
+    spectral,
+    transform,
+    trivial_fields,
+)
+
+D4, C8 = dihedral(4), cyclic(8)
+REGULAR = regular_fields(D4, 3)
+
+LAYERS: list[EquivariantModule] = [
+    Pointwise(REGULAR, nn.Mish()),
+    Pointwise(fields(quotient(D4, dihedral(1)), 2), nn.ReLU()),
+    NormNonlinearity(fields([irrep(so2(), 1), irrep(so2(), 2)])),
+    NormNonlinearity(fields([irrep(D4, 1), irrep(D4, 0, 1)]), "sigmoid"),
+    GatedNonlinearity(fields([irrep(C8, 1), irrep(C8, 3)])),
+    FourierNonlinearity(so2(), 2, 3, nn.Mish()),
+    FourierNonlinearity(o2(), 2, 2, nn.ReLU(), rotations=16),
+    SpatialAvgPool(REGULAR, 3),
+    SpatialMaxPool(REGULAR, 3),
+    SpatialMaxPool(REGULAR, 3, stride=1, padding=1),
+    GroupPool(REGULAR),
+    GroupPool(REGULAR, "mean"),
+    GroupPool(fields([irrep(so2(), 1), irrep(so2(), 2)]), "norm"),
+    FieldDropout(REGULAR, 0.3),
+    Restrict(REGULAR, dihedral(2)),
+    Restrict(REGULAR, cyclic(4)),
+    Restrict(REGULAR, dihedral(1)),
+    Restrict(regular_fields(cyclic(16), 2), C8),
+    Restrict(fields(spectral(o2(), 2), 2), D4),
+    Restrict(fields(spectral(so2(), 2), 2), cyclic(1)),
+    Disentangle(REGULAR),
+    Disentangle(regular_fields(C8, 2)),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda m: f"{type(m).__name__}-{m.in_type}")
+def test_equivariance_and_export(layer: EquivariantModule) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    layer.check_equivariance()
+    plain = export(layer).eval()
+    x = torch.randn(2, layer.in_type.size, 9, 9)
+    assert torch.allclose(plain(x), layer.eval()(x), atol=1e-5)
+    assert layer(x).shape[1] == layer.out_type.size
+
+
+def test_restriction_splits_regular_fields() -> None:
+    assert Restrict(REGULAR, dihedral(2)).out_type == regular_fields(dihedral(2), 6)
+    assert Restrict(REGULAR, cyclic(4)).out_type == regular_fields(cyclic(4), 6)
+    assert Restrict(REGULAR, cyclic(1)).out_type == trivial_fields(cyclic(1), 24)
+    assert len(Disentangle(fields(regular(D4))).out_type) == 6
+    x = torch.randn(2, 24, 3, 3)
+    assert torch.allclose(Disentangle(REGULAR)(x).norm(), x.norm(), rtol=1e-5)
+
+
+def test_fourier_nonlinearity_is_exact_on_its_samples() -> None:
+    """Rotations by multiples of 2π/M are exact; more samples make other angles better."""
+    errors = []
+    for rotations in (6, 48):
+        layer = FourierNonlinearity(so2(), 2, 1, nn.ReLU(), rotations=rotations)
+        x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+        exact, other = so2().sample(rotations)[1], so2().sample(7)[1]
+        x4 = x[..., None, None]
+        for g, keep in ((exact, False), (other, True)):
+            error = (layer(transform(x4, layer.in_type, g)) - transform(layer(x4), layer.out_type, g)).abs().max()
+            if keep:
+                errors.append(float(error))
+            else:
+                assert float(error) < 1e-5
+    assert errors[1] < errors[0] / 4
+    linear = FourierNonlinearity(so2(), 2, 3, nn.Identity())
+    y = torch.randn(2, 15, 3, 3)
+    assert torch.allclose(linear(y), y, atol=1e-5)
+
+
+def test_dropout_drops_whole_fields() -> None:
+    torch.manual_seed(0)
+    layer = FieldDropout(REGULAR, 0.5)
+    out = layer(torch.ones(64, 24, 2, 2)).view(64, 3, 8, 4)
+    per_field = out.flatten(2)
+    assert torch.equal(per_field.amin(-1), per_field.amax(-1))
+    assert set(per_field.unique().tolist()) == {0.0, 2.0}
+    assert 0.35 < float((per_field[..., 0] == 0).float().mean()) < 0.65
+
+
+def test_wrong_layers_are_caught() -> None:
+    vectors = fields(irrep(D4, 1), 2)
+    with pytest.raises(EquivarianceError):
+        check_equivariance(nn.ReLU(), vectors, vectors)
+    with pytest.raises(EquivarianceError):  # the right channels in the wrong order
+        check_equivariance(nn.Identity(), REGULAR, Restrict(REGULAR, dihedral(2)).out_type)
+    with pytest.raises(EquivarianceError, match="even sizes"):
+        SpatialMaxPool(REGULAR, 2).check_equivariance(size=9)
+    SpatialMaxPool(REGULAR, 2).check_equivariance(size=8)
+
+
+def test_refusals_name_the_cure() -> None:
+    vectors = fields(irrep(so2(), 1), 2)
+    with pytest.raises(ValueError, match="Fourier nonlinearity"):
+        Pointwise(vectors, nn.ReLU())
+    with pytest.raises(ValueError, match="permutation"):
+        GroupPool(vectors)
+    with pytest.raises(ValueError, match="unknown group pooling"):
+        GroupPool(REGULAR, "median")
+    with pytest.raises(ValueError, match="unknown norm nonlinearity"):
+        NormNonlinearity(vectors, "tanh")
+    with pytest.raises(ValueError, match="dropout probability"):
+        FieldDropout(REGULAR, 1.0)
+    with pytest.raises(ValueError, match="in_type and out_type"):
+        check_equivariance(nn.ReLU())
+    with pytest.raises(ValueError, match="has 24 channels"):
+        transform(torch.zeros(1, 3, 4, 4), REGULAR, D4.elements[0])
+
+
+def test_chains_check_their_types() -> None:
+    torch.manual_seed(0)
+    images = trivial_fields(D4, 3)
+    chain = EquivariantSequential(
+        SteerableConv2d(images, REGULAR, 3, padding=1), Pointwise(REGULAR, nn.ReLU()), Restrict(REGULAR, cyclic(4))
+    )
+    assert (chain.in_type, chain.out_type) == (images, regular_fields(cyclic(4), 6))
+    chain.check_equivariance()
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.allclose(export(chain)(x), chain(x), atol=1e-5)
+    assert torch.allclose(copy.deepcopy(chain)(x), chain(x))
+    with pytest.raises(ValueError, match="layer 0 gives"):
+        EquivariantSequential(SteerableConv2d(images, REGULAR, 3), Pointwise(images, nn.ReLU()))
+    with pytest.raises(ValueError, match="at least one layer"):
+        EquivariantSequential(nn.ReLU())
+
+
+def test_field_types() -> None:
+    mixed = FieldType(D4, (regular(D4), irrep(D4, 1), regular(D4)))
+    assert mixed.size == 18
+    assert mixed.channels_of(regular(D4)).tolist() == [list(range(8)), list(range(10, 18))]
+    assert mixed.field_of_channel.tolist() == [0] * 8 + [1] * 2 + [2] * 8
+    assert "2×regular" in repr(mixed)
+    assert mixed.invariants().shape == (18, 2)
+    with pytest.raises(ValueError, match="at least one field"):
+        FieldType(D4, ())

@@ -1,0 +1,143 @@
+"""Equivariant networks: published parameter counts, equivariance end to end, build time, export, ordinary behaviour."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from erlangen.equivariant import EquivarianceError, cyclic, dihedral, export
+from erlangen.equivariant.checks import move_image
+from erlangen.models.equivariant import (
+    EquivariantClassifier,
+    c8_steerable_cnn,
+    d4_resnet9_tuned,
+    equivariant_resnet9,
+    equivariant_wrn40,
+    equivariant_wrn_40_1,
+    fields_by_rule,
+)
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("group", "thousands"),
+    [("C4", 258), ("C8", 256), ("C16", 244), ("D4", 256), ("D8", 244), ("D16", 238), ("SO(2)", 309)],
+)
+def test_published_parameter_counts(group: str, thousands: int) -> None:
+    """Table 4 of the equivariant paper, within 2 %."""
+    assert parameters(equivariant_resnet9(group=group)) / 1000 == pytest.approx(thousands, rel=0.02)
+
+
+@pytest.mark.parametrize(("frequency", "thousands"), [(1, 243), (2, 251), (3, 309)])
+def test_published_parameter_counts_of_so2(frequency: int, thousands: int) -> None:
+    """Table 7 of the equivariant paper, within 2 %."""
+    model = equivariant_resnet9(group="SO(2)", frequency=frequency)
+    assert parameters(model) / 1000 == pytest.approx(thousands, rel=0.02)
+
+
+def test_tuned_variant_has_the_size_of_the_measured_one() -> None:
+    model = d4_resnet9_tuned()
+    assert parameters(model) == 242_413
+    assert fields_by_rule(dihedral(4), 64) == 27
+    assert fields_by_rule(cyclic(4), 64) == 39
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: equivariant_resnet9(layout=(4, 8, 16)),
+        lambda: equivariant_resnet9(layout=(4, 8, 16), group="C8", scale_norm=True, head_pool="avg", head_size=2),
+        lambda: equivariant_resnet9(layout=(4, 8, 16), group="C4", restriction=False, per_element=True, norm_groups=1),
+        lambda: equivariant_resnet9(layout=(4, 8, 16), group="SO(2)", frequency=1),
+        lambda: equivariant_resnet9(layout=(4, 8, 16), group="D4", invariant=True, restriction=False, basis="pixel"),
+        d4_resnet9_tuned,
+        lambda: equivariant_wrn40(depth=10),
+        lambda: c8_steerable_cnn(in_channels=3),
+    ],
+)
+def test_networks_are_equivariant_and_export(build) -> None:
+    model: EquivariantClassifier = randomised(build())
+    model.check_equivariance(tolerance=1e-5)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        logits = model.eval()(x)
+        assert logits.shape == (2, 10)
+        plain = export(model).eval()
+        assert torch.allclose(plain(x), logits, atol=1e-4)
+    assert not any("Steerable" in type(m).__name__ for m in plain.modules())
+
+
+def test_invariant_heads_do_not_see_the_pose() -> None:
+    model = randomised(equivariant_resnet9(layout=(4, 8, 16), restriction=False, invariant=True)).eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+        for g in dihedral(4).elements:
+            assert torch.allclose(model(move_image(x, g)), expected, atol=1e-4)
+        open_head = randomised(equivariant_resnet9(layout=(4, 8, 16), restriction=False)).eval()
+        assert not torch.allclose(open_head(move_image(x, dihedral(4).elements[1])), open_head(x), atol=1e-2)
+
+
+def test_a_broken_network_is_caught() -> None:
+    model = equivariant_resnet9(layout=(4, 8, 16))
+    model.features[0][2] = torch.nn.InstanceNorm2d(model.features[0].out_type.size, affine=True)
+    randomised(model)
+    with pytest.raises(EquivarianceError, match="D2"):
+        model.check_equivariance()
+
+
+def test_they_are_ordinary_modules() -> None:
+    torch.manual_seed(0)
+    model = equivariant_resnet9(layout=(4, 8, 16))
+    x = torch.randn(2, 3, 16, 16)
+    twin = copy.deepcopy(model)
+    assert torch.allclose(twin(x), model(x))
+    twin.load_state_dict(model.state_dict())
+    names = {name for name, _ in model.named_parameters()}
+    assert names == set(model.state_dict())
+
+    def loss(values: dict, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (row[None],)).logsumexp(1).sum()
+
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    stacked = torch.vmap(torch.func.grad(loss), (None, 0))(values, x)
+    model(x[:1]).logsumexp(1).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(stacked[name][0], parameter.grad, atol=1e-4)
+
+
+def test_cold_build_is_fast() -> None:
+    """The (7, 14, 28)-field D4 network builds in under a second in a fresh interpreter, imports aside."""
+    code = (
+        "import time, torch, erlangen.models.equivariant as m; t = time.perf_counter();"
+        "m.equivariant_resnet9(field_counts=(7, 14, 28)); m.d4_resnet9_tuned(); print(time.perf_counter() - t)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(2)]
+    assert min(float(run.stdout) for run in runs) < 1.0
+
+
+@pytest.mark.slow
+def test_wide_network() -> None:
+    model = randomised(equivariant_wrn_40_1())
+    assert len([m for m in model.modules() if type(m).__name__ == "EquivariantWideBlock"]) == 18
+    model.check_equivariance(tolerance=2e-5)
+
+
+def test_wrong_depth_and_head() -> None:
+    with pytest.raises(ValueError, match="6n\\+4"):
+        equivariant_wrn40(depth=12)
+    with pytest.raises(ValueError, match="head pooling"):
+        equivariant_resnet9(layout=(4, 8, 16), head_pool="median")
