@@ -191,6 +191,25 @@ def test_it_is_an_ordinary_module() -> None:
     assert conv.paper_metric()["bias"].shape == conv.bias.shape
 
 
+def test_autocast_keeps_the_kernel_precise() -> None:
+    torch.manual_seed(0)
+    inner = regular_fields(cyclic(8), 2)
+    conv = SteerableConv2d(inner, inner, 3, standardise=True)
+    expected = conv.kernel()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(conv.kernel(), expected)
+        assert conv(torch.randn(1, 16, 5, 5)).dtype == torch.bfloat16
+        gradient = torch.randn(2, *expected.shape)
+        pulled = conv.coefficient_gradient(gradient)
+    assert torch.equal(pulled, conv.coefficient_gradient(gradient))
+
+
+def test_changing_precision_keeps_the_basis_exact() -> None:
+    inner = regular_fields(cyclic(8), 2)
+    conv = SteerableConv2d(inner, inner, 3).double()
+    assert conv.check_equivariance(tolerance=1e-12).on_grid < 1e-13
+
+
 def test_errors_name_the_cure() -> None:
     d4, c4 = dihedral(4), cyclic(4)
     with pytest.raises(ValueError, match="insert Restrict"):

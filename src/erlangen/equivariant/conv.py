@@ -73,8 +73,9 @@ class SteerableConv2d(EquivariantModule):
         return self.expansion.standardise(self.weight, self.eps) if self.standardise else self.weight
 
     def kernel(self) -> Tensor:
-        """The dense kernel [C_out, C_in/groups, k, k]."""
-        return self.expansion.expand(self.coefficients())
+        """The dense kernel [C_out, C_in/groups, k, k], in the precision of θ also under autocast."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return self.expansion.expand(self.coefficients())
 
     def dense_bias(self) -> Tensor | None:
         """The bias of every output channel, [C_out]."""
@@ -88,8 +89,9 @@ class SteerableConv2d(EquivariantModule):
 
     def coefficient_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` [..., n] from those w.r.t. the dense kernel [..., C_out, C_in/groups, k, k]."""
-        pulled = self.expansion.pullback(gradient)
-        return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
+        with torch.autocast(self.weight.device.type, enabled=False):
+            pulled = self.expansion.pullback(gradient.to(self.weight.dtype))
+            return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``bias`` from gradients w.r.t. the dense bias [..., C_out]."""

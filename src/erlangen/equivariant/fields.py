@@ -41,6 +41,9 @@ class FieldType:
         """The different representations, in order of first appearance."""
         return tuple(dict.fromkeys(self.representations))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> FieldType:
+        return self  # immutable
+
     def __len__(self) -> int:
         return len(self.representations)
 

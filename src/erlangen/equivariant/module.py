@@ -30,8 +30,8 @@ class EquivariantModule(ConstantsModule):
         return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=off_grid_tolerance)
 
     def export(self) -> nn.Module:
-        """A plain torch layer with the same outputs; the module itself where torch has no such layer."""
-        return copy.deepcopy(self)
+        """A plain torch layer with the same outputs; where torch has none, a copy with exported children."""
+        return _export_children(self)
 
     def extra_repr(self) -> str:
         return f"{self.in_type} → {self.out_type}"
@@ -39,8 +39,10 @@ class EquivariantModule(ConstantsModule):
 
 def export(network: nn.Module) -> nn.Module:
     """A copy of ``network`` in which every equivariant layer has become the plain torch layer with the same outputs."""
-    if isinstance(network, EquivariantModule) and type(network).export is not EquivariantModule.export:
-        return network.export()
+    return network.export() if isinstance(network, EquivariantModule) else _export_children(network)
+
+
+def _export_children(network: nn.Module) -> nn.Module:
     exported = copy.deepcopy(network)
     for name, child in network.named_children():
         setattr(exported, name, export(child))

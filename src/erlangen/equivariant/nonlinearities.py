@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -25,7 +26,7 @@ class Pointwise(EquivariantModule):
         return self.function(x)
 
     def export(self) -> nn.Module:
-        return self.function
+        return copy.deepcopy(self.function)
 
 
 class NormNonlinearity(EquivariantModule):

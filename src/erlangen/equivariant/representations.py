@@ -98,6 +98,9 @@ class Representation:
     def __hash__(self) -> int:
         return hash((self.group, self.irreps))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Representation:
+        return self  # immutable, and shared by all layers
+
     def __repr__(self) -> str:
         return f"{self.name}[{self.group}]"
 
