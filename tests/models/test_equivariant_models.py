@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from erlangen.equivariant import EquivarianceError, cyclic, dihedral, export
-from erlangen.equivariant.checks import move_image
+from erlangen.equivariant.checks import move_image, smooth_input
 from erlangen.models.equivariant import (
     EquivariantClassifier,
     c8_steerable_cnn,
@@ -89,6 +89,32 @@ def test_invariant_heads_do_not_see_the_pose() -> None:
             assert torch.allclose(model(move_image(x, g)), expected, atol=1e-4)
         open_head = randomised(equivariant_resnet9(layout=(4, 8, 16), restriction=False)).eval()
         assert not torch.allclose(open_head(move_image(x, dihedral(4).elements[1])), open_head(x), atol=1e-2)
+
+
+@pytest.mark.parametrize(("head_pool", "bound"), [("max", 0.12), ("avg", 0.05)])
+def test_the_c8_network_is_invariant_to_its_rotations(head_pool: str, bound: float) -> None:
+    """Exact by quarter turns. By 45° the subsampling limits it: measured 10 % with a max head, 4 % with an average one.
+
+    The twin with shuffled kernel taps is the control: the same network without the symmetry.
+    """
+    torch.manual_seed(0)
+    model = c8_steerable_cnn(head_pool=head_pool).eval()
+    twin = export(model).eval()
+    with torch.no_grad():
+        for conv in (m for m in twin.modules() if isinstance(m, torch.nn.Conv2d)):
+            conv.weight.copy_(conv.weight.flatten(2)[..., torch.randperm(25)].view_as(conv.weight))
+    x = smooth_input(1, 28, seed=0, batch=8).float()
+
+    @torch.no_grad()
+    def change(network: EquivariantClassifier, k: int) -> float:
+        images = (x, move_image(x, cyclic(8).elements[k]))
+        before, after = (torch.flatten(network.pool(network.group_pool(network.features(i))), 1) for i in images)
+        return float((after - before).norm() / before.norm())
+
+    assert max(change(model, 2), change(model, 4)) < 1e-5
+    assert change(model, 1) < bound
+    assert change(twin, 1) > 1.5 * change(model, 1)
+    assert change(twin, 2) > 1e-2
 
 
 def test_a_broken_network_is_caught() -> None:

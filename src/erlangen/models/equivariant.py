@@ -290,16 +290,18 @@ def c8_steerable_cnn(
     num_classes: int = 10,
     in_channels: int = 1,
     *,
-    field_counts: tuple[int, ...] = (8, 16, 24),
+    field_counts: tuple[int, ...] = (8, 16, 32),
     kernel_size: int = 5,
     rotations: int = 8,
     norm: bool = True,
+    head_pool: str = "max",
     invariant: bool = True,
 ) -> EquivariantClassifier:
     """A small C8 steerable CNN for rotated digits: convolutions of regular fields, Mish, norm, average pooling.
 
     The logits are invariant to rotations by multiples of 45°: exactly by 90° where the image size is a multiple of
-    2^(layers − 1), elsewhere as far as the grid allows.
+    2^(layers − 1); by 45° as far as the subsampled grid allows (features change by 10 % at initialisation with the max
+    head, by 4 % with ``head_pool="avg"``, on smooth images of 28×28).
     """
     g = cyclic(rotations)
     style = Style(cutoff=None, standardise=False)
@@ -314,4 +316,4 @@ def c8_steerable_cnn(
             layers += [style.norm(target)] if norm else []
             layers.append(SpatialAvgPool(target, 2))
         current = target
-    return EquivariantClassifier(EquivariantSequential(*layers), num_classes, head_pool="avg", invariant=invariant)
+    return EquivariantClassifier(EquivariantSequential(*layers), num_classes, head_pool=head_pool, invariant=invariant)
