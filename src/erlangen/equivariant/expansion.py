@@ -62,11 +62,9 @@ class KernelBlock(ConstantsModule):
         """Adjoint of :meth:`expand`, with any leading dimensions."""
         lead, taps = gradient.shape[:-4], self.size * self.size
         if self.members is not None:
-            # Each orbit meets every output element once: add the d_out copies of each filter in their own order.
+            # Each orbit meets every output element once: put the d_out copies of a filter in one order and add them.
             rows = gradient.reshape(*lead, self.fields_out, self.d_out, self.fields_in, self.d_in * taps)
-            total = rows.select(-3, 0).index_select(-1, self.members[0])
-            for h in range(1, self.d_out):
-                total = total + rows.select(-3, h).index_select(-1, self.members[h])
+            total = rows.gather(-1, self.members.unsqueeze(-2).expand_as(rows)).sum(-3)
             return total if self.mix is None else total @ self.mix
         split = gradient.reshape(*lead, self.fields_out, self.d_out, self.fields_in, self.d_in, taps)
         entries = split.transpose(-4, -3).reshape(*lead, self.fields_out, self.fields_in, -1)
