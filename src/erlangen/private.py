@@ -50,6 +50,7 @@ class PrivateTraining:
         self.tape.clear()
         self.tape.rows, self._last = rows, last
 
+    @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
     def take(self) -> bool:
         """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
         self.mechanism.accumulate(self.tape.gradients())

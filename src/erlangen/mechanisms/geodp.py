@@ -132,6 +132,7 @@ class Direction(Mechanism):
         self._sum = self._zeros()
         self._magnitude: Tensor | float = 0.0
 
+    @torch.no_grad()
     def accumulate(self, gradients: PerSampleGradients) -> None:
         if not gradients.owners or not gradients.names:
             return
