@@ -17,7 +17,7 @@ from erlangen.gradients.attach import attach, detach, is_attached
 from erlangen.gradients.independence import check_independence, check_loss, known_problems
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import Tape
-from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism
+from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
 from erlangen.sampling import PoissonSampler, PrivateLoader, Sampler, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
 from erlangen.sampling.units import unit_labels
@@ -33,11 +33,15 @@ class PrivateTraining:
         self, module: nn.Module, optimizer: Optimizer, tape: Tape, mechanism: Mechanism, sampler: Sampler,
         accountant: Accountant, denoiser: Callable[..., Any] | None,
     ) -> None:  # fmt: skip
-        self.module, self.optimizer, self.tape = module, optimizer, tape
+        # a mechanism may bring its own recorder (clipless sums gradients without a per-sample tape)
+        self.module, self.optimizer = module, optimizer
+        self.tape: Tape = mechanism.recorder(tape) if hasattr(mechanism, "recorder") else tape
         self.mechanism, self.sampler, self.accountant, self.denoiser = mechanism, sampler, accountant, denoiser
         self.loader: PrivateLoader
         #: called with the event before each release; a ledger writes here
         self.before_release: list[Callable[[DpEvent], None]] = []
+        #: called after each update of the weights; a projection is post-processing
+        self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
         self._last, self._pending, self._event = True, False, None
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -103,6 +107,8 @@ class PrivateTraining:
         self._event = None
 
     def remove(self) -> None:
+        if hasattr(self.tape, "detach"):
+            self.tape.detach(self.module)
         detach(self.module)
         for name in ("step", "zero_grad", "add_param_group"):
             self.optimizer.__dict__.pop(name, None)
@@ -110,7 +116,10 @@ class PrivateTraining:
 
     def install(self) -> None:
         """From here on the module records and the optimizer steps privately."""
-        attach(self.module, self.tape)
+        if hasattr(self.tape, "attach"):
+            self.tape.attach(self.module)
+        else:
+            attach(self.module, self.tape)
         optimizer, training = self.optimizer, self
         self._shadowed = {n: optimizer.__dict__[n] for n in ("step", "zero_grad") if n in optimizer.__dict__}
         plain_step, plain_zero = optimizer.step, optimizer.zero_grad
@@ -123,6 +132,8 @@ class PrivateTraining:
                     loss = closure()
             if training.take():
                 plain_step()
+                for told in training.after_step:
+                    told()
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -162,6 +173,8 @@ def prepare(
     noise = SecureNoise() if secure else StreamNoise(seed, run_id)
     if isinstance(mechanism, str):
         assert noise_multiplier is not None
+        if max_grad_norm is None and not getattr(mechanisms().get(mechanism), "clips", True):
+            max_grad_norm = 1.0  # asked of every clipping rule, read by none here
         rule = make_clipping(str_or_rule(clipping), max_grad_norm, **clipping_options)
         context = Context(noise_multiplier, rule, noise, module, sampler.expected_batch, mechanism_options)
         built = make_mechanism(mechanism, context)
@@ -169,6 +182,8 @@ def prepare(
         built = _given(mechanism, noise_multiplier, max_grad_norm)
         if secure and not built.noise.secure:
             built.noise = noise
+    if criterion is not None and hasattr(built, "use_criterion"):
+        built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})

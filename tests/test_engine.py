@@ -1,0 +1,381 @@
+"""PrivacyEngine: an ordinary loop, unchanged, is private; mistakes are errors at once and change nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import erlangen
+from erlangen.mechanisms import GaussianMechanism, StreamNoise
+from erlangen.training.adam_bc import AdamBC
+
+N, B = 60, 12
+
+
+def data(n: int = N, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 2, 4, 4, generator=g)
+    return TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def private(model=None, optimizer=None, dataset=None, batch=B, engine=None, **options):
+    engine = engine or erlangen.PrivacyEngine(seed=0)
+    model = net() if model is None else model
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+    loader = DataLoader(data() if dataset is None else dataset, batch_size=batch)
+    return engine, *engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
+
+
+def loop(model, optimizer, loader, epochs=1, loss=nn.functional.cross_entropy):
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+
+
+def test_the_module_is_the_users_module():
+    model = net()
+    keys = list(model.state_dict())
+    engine, got, optimizer, _ = private(model)
+    assert got is model
+    assert list(got.state_dict()) == keys
+    assert isinstance(got[0], nn.Conv2d)
+    assert type(optimizer) is torch.optim.SGD
+    engine.remove()
+    x = torch.randn(2, 2, 4, 4)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert "step" not in optimizer.__dict__
+
+
+def test_noiseless_steps_are_clipped_gradient_descent_over_the_expected_batch():
+    model = net()
+    reference = copy.deepcopy(model)
+    engine, model, optimizer, loader = private(model, noise_multiplier=0.0, max_grad_norm=0.5)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        total = {n: torch.zeros_like(p) for n, p in reference.named_parameters()}
+        for i in range(len(x)):
+            reference.zero_grad()
+            nn.functional.cross_entropy(reference(x[i : i + 1]), y[i : i + 1]).backward()
+            norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
+            for n, p in reference.named_parameters():
+                total[n] += p.grad * min(1.0, 0.5 / float(norm))
+        with torch.no_grad():
+            for n, p in reference.named_parameters():
+                p -= 0.1 * total[n] / B
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert engine.get_epsilon(1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True), lambda p: torch.optim.Adam(p, 0.01),
+        lambda p: torch.optim.AdamW(p, 0.01), lambda p: torch.optim.RMSprop(p, 0.01), lambda p: AdamBC(p, 0.01),
+    ],
+)  # fmt: skip
+def test_any_optimizer_and_scheduler(make, recwarn):
+    model = net()
+    optimizer = make(model.parameters())
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine, model, optimizer, loader = private(model, optimizer)
+    after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    start = [p.detach().clone() for p in model.parameters()]
+    loop(model, optimizer, loader)
+    before.step()
+    after.step()
+    assert all(not torch.equal(a, b) and torch.isfinite(b).all() for a, b in zip(start, model.parameters(), strict=True))
+    assert engine.accountant.steps == N // B
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_closures_work():
+    _, model, optimizer, loader = private()
+    for x, y in loader:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        assert isinstance(optimizer.step(closure), torch.Tensor)
+
+
+def test_an_empty_poisson_batch_is_a_noise_only_step():
+    engine, model, optimizer, loader = private(batch=1, dataset=data(3))
+    empty = 0
+    for _ in range(12):
+        for x, y in loader:
+            before = model[3].bias.detach().clone()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            empty += len(x) == 0
+            assert not torch.equal(before, model[3].bias)
+            assert torch.isfinite(model[3].bias).all()
+    assert empty > 0
+    assert engine.accountant.steps == 36
+
+
+@pytest.mark.parametrize("limit", [1, 5, 1000, "auto"])
+def test_physical_batches_change_nothing(limit):
+    results = []
+    for physical in (None, limit):
+        _, model, optimizer, loader = private(max_physical_batch=physical)
+        loop(model, optimizer, loader, epochs=2)
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_leaving_a_logical_batch_halfway_releases_nothing_of_it():
+    engine, model, optimizer, loader = private(max_physical_batch=2, noise_multiplier=0.0)
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert engine.accountant.steps == 0
+    engine.training.announce(erlangen.RowMap.regular(0))
+    model(x[:0]).sum().backward()
+    before = model[3].bias.detach().clone()
+    optimizer.step()
+    assert torch.equal(before, model[3].bias)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per-layer", "per_layer", "auto-s", "psac", "adaptive"])
+def test_every_clipping_rule_trains(clipping):
+    engine, model, optimizer, loader = private(clipping=clipping)
+    loop(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) == pytest.approx(private_epsilon(5), rel=1e-6)
+
+
+def private_epsilon(steps: int) -> float:
+    from erlangen.accounting import epsilon, gaussian, poisson
+
+    return epsilon([(poisson(B / N, gaussian(1.0)), steps)], 1e-5)
+
+
+def test_epsilon_is_met_and_hardly_missed():
+    model = net()
+    engine = erlangen.PrivacyEngine()
+    loader = DataLoader(data(), batch_size=B)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=optimizer, data_loader=loader, target_epsilon=2.0, target_delta=1e-4, epochs=3, max_grad_norm=1.0
+    )
+    loop(model, optimizer, loader, epochs=3)
+    assert 1.98 < engine.get_epsilon(1e-4) <= 2.0
+    assert engine.get_epsilon(1e-4, "rdp") > engine.get_epsilon(1e-4)
+
+
+def test_without_poisson_no_amplification_is_claimed():
+    from erlangen.accounting import epsilon, gaussian
+
+    engine, model, optimizer, loader = private(poisson_sampling=False)
+    sizes = []
+    for x, y in loader:
+        sizes.append(len(x))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert sizes == [B] * (N // B)
+    assert engine.get_epsilon(1e-5) == pytest.approx(epsilon([(gaussian(1.0), 5)], 1e-5))
+
+
+def test_patients_are_clipped_as_one():
+    """All images of one patient together contribute at most C; a broken twin with record-level clipping would not."""
+    torch.manual_seed(0)
+    x = 100 * torch.randn(40, 2, 4, 4)
+    y = torch.zeros(40).long()
+    patient = [0] * 20 + list(range(1, 21))
+    engine, model, optimizer, loader = private(
+        dataset=TensorDataset(x, y), unit=patient, batch=21, noise_multiplier=0.0, max_grad_norm=1.0, max_physical_batch=7
+    )
+    assert engine.training.sampler.units == 21
+    assert len(loader) == 1
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    loop(model, optimizer, loader)
+    moved = (torch.cat([p.detach().flatten() for p in model.parameters()]) - start).norm()
+    assert moved <= 0.1 * 21 * 1.0 / 21 + 1e-6
+
+    class Keyed(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, i):
+            return {"x": torch.zeros(2, 4, 4), "patient": i // 2}
+
+    engine, *_ = private(dataset=Keyed(), unit="patient", batch=2, check=False)
+    assert engine.training.sampler.units == 3
+
+
+def test_secure_mode():
+    engine, model, optimizer, loader = private(engine=erlangen.PrivacyEngine(secure=True))
+    loop(model, optimizer, loader)
+    assert engine.training.mechanism.noise.secure
+    assert engine.training.sampler.secure
+    with pytest.raises(ValueError, match="exclude each other"):
+        erlangen.PrivacyEngine(secure=True, seed=1)
+
+
+def test_a_mechanism_object_and_its_mistakes():
+    own = GaussianMechanism(2.0, 0.5, noise=StreamNoise(seed=0))
+    engine, model, optimizer, loader = private(mechanism=own, noise_multiplier=None, max_grad_norm=None)
+    loop(model, optimizer, loader)
+    assert engine.training.mechanism is own
+    for options, match in (({"noise_multiplier": 1.0}, "built with 2.0"), ({"max_grad_norm": 3.0}, "sensitivity is 0.5")):
+        with pytest.raises(ValueError, match=match):
+            private(mechanism=own, **{"noise_multiplier": None, "max_grad_norm": None, **options})
+    with pytest.raises(ValueError, match="'nope'; choose one of"):
+        private(mechanism="nope")
+    with pytest.raises(TypeError, match="registered name or a Mechanism"):
+        private(mechanism=3)
+
+
+def test_denoisers_see_the_true_variance():
+    seen = {}
+
+    def spy(gradients, variances):
+        seen.update(variances)
+        return gradients
+
+    _, model, optimizer, loader = private(denoiser=spy, noise_multiplier=2.0, max_grad_norm=3.0)
+    loop(model, optimizer, loader)
+    assert seen["0.weight"] == pytest.approx((2.0 * 3.0 / B) ** 2)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    runs = []
+    for _ in range(2):
+        _, model, optimizer, loader = private(engine=erlangen.PrivacyEngine(seed=3))
+        loop(model, optimizer, loader)
+        runs.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*runs)
+
+
+class Stream_(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2, 4, 4), 0
+
+
+def stranger():
+    return torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
+
+
+BAD = {
+    "negative sigma": (lambda: private(noise_multiplier=-1.0), ValueError, "noise_multiplier is -1.0"),
+    "zero bound": (lambda: private(max_grad_norm=0.0), ValueError, "max_grad_norm is 0.0"),
+    "no sigma": (lambda: private(noise_multiplier=None), ValueError, "noise_multiplier is missing"),
+    "batch larger than the data": (lambda: private(batch=100), ValueError, "100 is larger than the data set"),
+    "empty data": (lambda: private(dataset=TensorDataset(torch.zeros(0, 2))), ValueError, "empty"),
+    "iterable loader": (lambda: private(dataset=Stream_()), TypeError, "iterable-style"),
+    "wrong reduction": (
+        lambda: private(criterion=nn.CrossEntropyLoss(reduction="sum")), ValueError, "pass loss_reduction='sum'"),
+    "unknown reduction": (lambda: private(loss_reduction="none"), ValueError, "loss_reduction is 'none'"),
+    "strange parameters": (lambda: private(optimizer=stranger()), ValueError, "not the module's"),
+    "dtype": (lambda: private(model=net().double()), TypeError, "the data is torch.float32"),
+    "batch norm": (lambda: private(model=nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 2))), ValueError,
+                   "BatchNorm2d at '0' mixes samples"),
+    "unit": (lambda: private(unit=[1, 2]), ValueError, "2 labels for 60 records"),
+    "unit name": (lambda: private(unit="patient"), ValueError, "neither an attribute"),
+    "physical": (lambda: private(max_physical_batch=0), ValueError, "max_physical_batch is 0"),
+    "clipping": (lambda: private(clipping="soft"), ValueError, "clipping is 'soft'"),
+    "strategy": (lambda: private(strategy="fast"), ValueError, "strategy is 'fast'"),
+    "ghost": (lambda: private(grad_sample_mode="ghost"), ValueError, "not needed"),
+    "lbfgs": (lambda: private(optimizer=torch.optim.LBFGS(net().parameters())), ValueError, "LBFGS"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_clear_error_and_nothing_is_half_applied(case):
+    make, kind, match = BAD[case]
+    with pytest.raises(kind, match=match):
+        make()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = erlangen.PrivacyEngine()
+    with pytest.raises((ValueError, TypeError)):
+        engine.make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(data(), batch_size=4), noise_multiplier=-1, max_grad_norm=1
+        )
+    assert "forward" not in model[0].__dict__
+    assert "step" not in optimizer.__dict__
+
+
+def test_mistakes_in_the_loop():
+    engine, model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="without a backward"):
+        optimizer.step()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(RuntimeError, match="private already"):
+        private(model)
+    with pytest.raises(ValueError, match="delta"):
+        engine.get_epsilon(1.5)
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match="epochs"):
+            erlangen.PrivacyEngine().make_private_with_epsilon(
+                module=net(), optimizer=optimizer, data_loader=loader, target_epsilon=1, target_delta=1e-5, epochs=bad
+            )
+
+
+def test_an_impossible_epsilon_leaves_everything_as_it_was():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="epsilon"):
+        erlangen.PrivacyEngine().make_private_with_epsilon(
+            module=model, optimizer=optimizer, data_loader=DataLoader(data(), batch_size=B), target_epsilon=-1,
+            target_delta=1e-5, epochs=1, max_grad_norm=1.0,
+        )  # fmt: skip
+    assert "forward" not in model[0].__dict__
+    assert "step" not in optimizer.__dict__
+
+
+def test_validate_and_fix():
+    bad = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
+    assert erlangen.PrivacyEngine.validate(bad)
+    with pytest.raises(ValueError, match="BatchNorm2d at '1'"):
+        erlangen.PrivacyEngine.validate(bad, strict=True)
+    assert erlangen.PrivacyEngine.is_compatible(erlangen.PrivacyEngine.fix(bad))
+
+
+def test_eval_and_no_grad_forward_are_plain():
+    _, model, optimizer, loader = private()
+    model.eval()
+    with torch.no_grad():
+        out = model(torch.randn(2, 2, 4, 4))
+    assert not out.requires_grad
+    model.train()
+    loop(model, optimizer, loader)
+
+
+def test_workers_and_collate_functions():
+    dataset = data()
+    plain = DataLoader(dataset, batch_size=B, num_workers=1, collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows, strict=True))))
+    engine = erlangen.PrivacyEngine(seed=0)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=plain, noise_multiplier=1.0, max_grad_norm=1.0, max_physical_batch=4
+    )
+    loop(model, optimizer, loader)
+    assert engine.accountant.steps == N // B
