@@ -23,7 +23,7 @@ events = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.builds(acc.poisson, st.floats(0.0, 1.0), inner),
-        st.builds(acc.composed, inner, st.integers(1, 10**9)),
+        st.builds(acc.composed, inner, st.integers(1, 10**8)),
         st.lists(inner, max_size=3).map(acc.sequence),
         st.builds(acc.repeat_and_select, inner, st.floats(1.0, 100.0), st.sampled_from([0.0, 1.0, 2.5, math.inf])),
     ),

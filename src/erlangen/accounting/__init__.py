@@ -5,9 +5,12 @@ Importing this package is cheap; `dp_accounting` is loaded by the first call tha
 
 from __future__ import annotations
 
+from . import certificate, metrics, signing
 from .accountant import Accountant, from_opacus
 from .budget import Budget
 from .calibrate import max_steps, noise_multiplier
+from .certificate_check import verify
+from .compose import Spent, compose_runs, ledger_path
 from .epsilon import AccountingError, Method, Neighbouring, delta, epsilon, gdp_mu, tradeoff
 from .events import (
     EventError,
@@ -22,14 +25,23 @@ from .events import (
     sequence,
     to_json,
 )
+from .ledger import Ledger, read_ledger
+from .ledger_format import Book, LedgerError, Release
 
 __all__ = [
     "Accountant",
     "AccountingError",
+    "Book",
     "Budget",
     "EventError",
+    "Ledger",
+    "LedgerError",
     "Method",
     "Neighbouring",
+    "Release",
+    "Spent",
+    "certificate",
+    "compose_runs",
     "composed",
     "delta",
     "epsilon",
@@ -38,13 +50,18 @@ __all__ = [
     "gaussian",
     "gdp_mu",
     "laplace",
+    "ledger_path",
     "max_steps",
+    "metrics",
     "no_op",
     "noise_multiplier",
     "non_private",
     "poisson",
+    "read_ledger",
     "repeat_and_select",
     "sequence",
+    "signing",
     "to_json",
     "tradeoff",
+    "verify",
 ]

@@ -33,6 +33,7 @@ _MAX_INTERVAL = 1e-4
 _MIN_INTERVAL = 1e-6
 _MAX_STEP_POINTS = 400_000
 _MAX_TOTAL_POINTS = 2_000_000
+_ONE_STAGE = 200_000
 _TAIL = 10.0  # standard deviations kept by the PLD's truncation at mass e^-50
 
 
@@ -92,6 +93,8 @@ def gdp_mu(events: Events, delta: float, neighbouring: Neighbouring = "add-or-re
     value = epsilon(events, delta, "pld", neighbouring)
     if value == math.inf:
         return math.inf
+    if not normalise(events):
+        return 0.0
     return _mu_of(value, float(delta))
 
 
@@ -115,8 +118,11 @@ def _epsilon(normal: Normal, delta: float, method: Method, neighbouring: Neighbo
             f"delta = {delta:g} is below {SMALLEST_PLD_DELTA:g}, the smallest the PLD accountant resolves; "
             "use a larger delta or method='rdp'"
         )
-    value = _curve(normal, method, neighbouring).epsilon(delta)
-    return _sane("epsilon", float(value), normal)
+    try:
+        value = float(_curve(normal, method, neighbouring).epsilon(delta))
+    except (ArithmeticError, MemoryError):
+        value = math.nan
+    return _sane("epsilon", value, normal)
 
 
 @lru_cache(maxsize=6)
@@ -152,10 +158,19 @@ def _pld(normal: Normal, neighbouring: Neighbouring) -> _Curve:
     parts = [_one_release(event, interval, neighbouring) for event, _ in normal]
     total = None
     for part, (_, count) in zip(parts, normal):
-        power = part if count == 1 else part.self_compose(count)
+        power = _power(part, count)
         total = power if total is None else total.compose(power)
     assert total is not None  # the empty history has been priced before
     return _Curve(total.get_epsilon_for_delta, total.get_delta_for_epsilon)
+
+
+def _power(part: Any, count: int) -> Any:
+    """`count`-fold composition. Large counts go in two stages: a small grid to a large power is slow in one."""
+    if count <= _ONE_STAGE:
+        return part if count == 1 else part.self_compose(count)
+    thousands, rest = divmod(count, 1000)
+    power = part.self_compose(1000).self_compose(thousands)
+    return power.compose(_power(part, rest)) if rest else power
 
 
 @lru_cache(maxsize=32)
@@ -185,7 +200,7 @@ def _rdp(normal: Normal) -> _Curve:
                 accountant.compose(event, count)
     except UnsupportedEventError as error:
         raise _unsupported(normal, "rdp", "add-or-remove-one") from error
-    return _Curve(accountant.get_epsilon, accountant.get_delta)
+    return _Curve(_quietly(accountant.get_epsilon), _quietly(accountant.get_delta))
 
 
 def _interval(normal: Normal) -> float:
@@ -346,9 +361,18 @@ def _sane(name: str, value: float, normal: Normal) -> float:
     return value
 
 
+def _quietly(function: Callable[[float], float]) -> Callable[[float], float]:
+    def call(value: float) -> float:
+        with _quiet():
+            return float(function(value))
+
+    return call
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the RDP accountant's notes about orders it leaves out: leaving one out only loosens the bound."""
+    """Silence the RDP accountant's notes about orders it leaves out (which only loosens the bound) and about rounding
+    of divergences near zero."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -20,7 +20,7 @@ MAX_DEPTH = 16
 MAX_NODES = 100_000
 """Largest number of events, over all levels, that `from_json` accepts in one document."""
 
-MAX_COUNT = 10**12
+MAX_COUNT = 10**9
 """Largest repetition count of one event: far above any training run, far below where floats lose integers."""
 
 

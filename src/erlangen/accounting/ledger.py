@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -87,7 +86,7 @@ class Ledger:
         """
         target = Path(path)
         record: dict[str, Any] = {**(header or {})}
-        record.update(ledger=fmt.VERSION, run=run or record.get("run") or uuid.uuid4().hex[:16])
+        record.update(ledger=fmt.VERSION, run=run or record.get("run") or os.urandom(8).hex())
         record.update(data=data if data is not None else record.get("data"), unit=unit, block=block)
         record.update(growth=round(float(growth), 4), time=_now())
         line, digest = fmt.encode(record, "")

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 Normal: TypeAlias = "tuple[tuple[DpEvent, int], ...]"
 
 
+SMALLEST_NOISE, LARGEST_NOISE, SMALLEST_RATE = 1e-3, 1e6, 1e-9
+"""Noise below the first is no privacy at all (one such Gaussian release has ε above 500,000, a Laplace one 1000).
+Larger noise and rarer sampling than the others are priced as if at these limits: an over-count by nothing that matters,
+and the arithmetic stays finite."""
+
+
 class NonPrivateHistory(Exception):
     """Internal signal: some event of the history has no guarantee."""
 
@@ -61,10 +67,9 @@ def _flatten(event: DpEvent, count: int, leaves: dict[DpEvent, int]) -> None:
     if isinstance(event, (D.GaussianDpEvent, D.LaplaceDpEvent)):
         if not event.noise_multiplier >= 0:
             raise EventError(f"{event!r}: the noise multiplier must be >= 0")
-        if event.noise_multiplier == 0:
+        if event.noise_multiplier < SMALLEST_NOISE:
             raise NonPrivateHistory
-        if event.noise_multiplier < math.inf:
-            _add(leaves, event, count)
+        _add(leaves, type(event)(float(min(event.noise_multiplier, LARGEST_NOISE))), count)
     elif isinstance(event, D.SelfComposedDpEvent):
         n = _count(event.count, "count", least=0)
         if n:
@@ -99,7 +104,7 @@ def _flatten_poisson(event: DpEvent, count: int, leaves: dict[DpEvent, int]) -> 
     if q == 1:
         _flatten(inner, count, leaves)
     elif isinstance(inner, (D.GaussianDpEvent, D.LaplaceDpEvent)):
-        _add(leaves, D.PoissonSampledDpEvent(float(q), inner), count)
+        _add(leaves, D.PoissonSampledDpEvent(max(float(q), SMALLEST_RATE), inner), count)
     else:
         raise EventError(f"Poisson sampling of {type(inner).__name__} is not supported; sample Gaussian or Laplace "
                          "releases, or claim no amplification")
@@ -130,7 +135,7 @@ def _merge_gaussians(leaves: dict[DpEvent, int]) -> dict[DpEvent, int]:
     if plain:
         # hypot(√n/σ, …) = 1/σ_total without overflow for tiny σ
         inverse = math.hypot(*(math.sqrt(n) / leaf.noise_multiplier for leaf, n in plain.items()))
-        if inverse == math.inf:
+        if inverse * SMALLEST_NOISE > 1:
             raise NonPrivateHistory
         rest[GaussianDpEvent(1.0 / inverse)] = 1
     return dict(sorted(rest.items(), key=lambda item: repr(item[0])))

@@ -1,0 +1,216 @@
+"""Distrust: everything in a certificate that can be recomputed is recomputed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import signing, strict_json
+from .certificate import REPRODUCIBLE, SCHEMA, SECURE, VERSION, guarantee, load, software
+from .epsilon import NEIGHBOURING
+from .events import MAX_COUNT, EventError
+from .ledger import LedgerError, Release, copy_path, read_ledger
+from .ledger_format import Book
+
+MAX_RELEASE_KINDS = 2000
+_SAME_SOFTWARE, _OTHER_SOFTWARE = 1e-6, 2e-3
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (str,),
+    "version": (int,),
+    "created": (str,),
+    "run": (str,),
+    "delta": (float,),
+    "neighbouring": (str,),
+    "unit": (str,),
+    "guarantee": (dict,),
+    "releases": (list,),
+    "steps": (int,),
+    "sampler": (str, dict, type(None)),
+    "mechanism": (str, dict, type(None)),
+    "expected_batch": (int, float, type(None)),
+    "data": (dict,),
+    "randomness": (str,),
+    "non_private": (list,),
+    "not_covered": (list,),
+    "audit": (str, dict, list, type(None)),
+    "config": (dict, type(None)),
+    "software": (dict,),
+    "ledger": (dict,),
+}
+
+
+def verify(
+    path: str | os.PathLike[str],
+    public_key: str | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+) -> list[str]:
+    """Problems of the certificate at `path`; an empty list means that every recomputed value agrees.
+
+    With `public_key` (hexadecimal) a valid signature by that key is required. The ledger given, or lying beside the
+    certificate, must not count more than the certificate does.
+    """
+    try:
+        document = load(path)
+    except strict_json.DocumentError as error:
+        return [str(error)]
+    beside = Path(path).parent / "ledger.jsonl"
+    found = Path(ledger) if ledger is not None else beside if beside.exists() or copy_path(beside).exists() else None
+    return check(document, public_key, found)
+
+
+def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:
+    """As `verify`, for a parsed document."""
+    problems = _shape(document)
+    if problems:
+        return problems
+    problems += _signature(dict(document), public_key)
+    releases, trouble = _releases(document["releases"])
+    if trouble:
+        return problems + trouble
+    problems += _consistency(document, releases)
+    problems += _recompute(document, releases)
+    if ledger is not None:
+        problems += _against_ledger(document, releases, ledger)
+    return problems
+
+
+def _shape(document: Mapping[str, Any]) -> list[str]:
+    if document.get("schema") != SCHEMA or document.get("version") != VERSION:
+        return [f"not a version {VERSION} {SCHEMA} document"]
+    missing = sorted(set(_FIELDS) - set(document))
+    extra = sorted(set(document) - set(_FIELDS) - {"signature"})
+    problems = [f"field {name!r} is missing" for name in missing] + [f"unknown field {name[:40]!r}" for name in extra]
+    for name, types in _FIELDS.items():
+        value = document.get(name)
+        if name in document and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            problems.append(f"field {name!r} has the wrong type")
+    if problems:
+        return problems
+    if not 0 < document["delta"] < 1:
+        problems.append(f"delta = {document['delta']} is not between 0 and 1")
+    if document["neighbouring"] not in NEIGHBOURING:
+        problems.append("unknown neighbouring relation")
+    if document["randomness"] not in (SECURE, REPRODUCIBLE):
+        problems.append(f"randomness must be {SECURE!r} or {REPRODUCIBLE!r}")
+    if len(document["releases"]) > MAX_RELEASE_KINDS:
+        problems.append(f"more than {MAX_RELEASE_KINDS} kinds of release")
+    return problems
+
+
+def _signature(document: dict[str, Any], public_key: str | None) -> list[str]:
+    if "signature" in document:
+        trouble = signing.check(document, public_key)
+        return [trouble] if trouble else []
+    return ["the certificate is not signed"] if public_key is not None else []
+
+
+def _releases(rows: list[Any]) -> tuple[list[tuple[Release, int]], list[str]]:
+    out: list[tuple[Release, int]] = []
+    problems = []
+    for index, row in enumerate(rows):
+        count = row.get("count") if isinstance(row, dict) else None
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_COUNT:
+            problems.append(f"release {index}: the count is not a whole number above 0")
+            continue
+        try:
+            out.append((Release.from_json(row), count))
+        except EventError as error:
+            problems.append(f"release {index}: {error}")
+    return out, problems
+
+
+def _consistency(document: Mapping[str, Any], releases: list[tuple[Release, int]]) -> list[str]:
+    problems = []
+    steps = sum(count for _, count in releases)
+    if document["steps"] != steps:
+        problems.append(f"steps = {document['steps']}, but the releases add up to {steps}")
+    for index, (release, _) in enumerate(releases):
+        if release.neighbouring != document["neighbouring"]:
+            problems.append(f"release {index} was made under {release.neighbouring}, the certificate says otherwise")
+        sigma, q = _claims(release)
+        if release.sigma_eff is not None and sigma is not None and not _close(release.sigma_eff, sigma, 1e-9):
+            problems.append(f"release {index}: sigma_eff = {release.sigma_eff}, but its event has {sigma}")
+        if release.sample_rate is not None and q is not None and not _close(release.sample_rate, q, 1e-9):
+            problems.append(f"release {index}: q = {release.sample_rate}, but its event has {q}")
+    units = sorted({release.unit for release, _ in releases})
+    if units and document["unit"] != ", ".join(units):
+        problems.append(f"unit = {document['unit']!r}, but the releases protect {', '.join(units)!r}")
+    return problems
+
+
+def _claims(release: Release) -> tuple[float | None, float | None]:
+    """(noise multiplier, sampling probability) that the event itself states."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+
+    event, q = release.event, 1.0
+    if isinstance(event, PoissonSampledDpEvent):
+        q, event = event.sampling_probability, event.event
+    return (event.noise_multiplier, q) if isinstance(event, GaussianDpEvent) else (None, None)
+
+
+def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]]) -> list[str]:
+    claimed = document["guarantee"]
+    pairs = [(release.event, count) for release, count in releases]
+    try:
+        true = guarantee(pairs, document["delta"], document["neighbouring"])
+    except (ValueError, ArithmeticError, MemoryError, RuntimeError) as error:
+        return [f"the guarantee cannot be recomputed: {str(error)[:200]}"]
+    same = document["software"].get("dp-accounting") == software().get("dp-accounting")
+    tolerance = _SAME_SOFTWARE if same else _OTHER_SOFTWARE
+    problems = []
+    stated = claimed.get("epsilon") if isinstance(claimed.get("epsilon"), dict) else {}
+    for name in ("pld", "rdp"):
+        problems += _compare(f"epsilon ({name.upper()})", stated.get(name, "missing"), true["epsilon"][name], tolerance)
+    for name in ("best_epsilon", "gdp_mu"):
+        problems += _compare(name, claimed.get(name, "missing"), true[name], tolerance)
+    if claimed.get("private") is not true["private"]:
+        problems.append(f"private = {claimed.get('private')!r}, recomputed {true['private']}")
+    if bool(claimed.get("reasons")) == true["private"]:
+        problems.append("reasons for a missing guarantee must be given exactly when it is missing")
+    rows = claimed.get("attacker")
+    if not isinstance(rows, list) or len(rows) != len(true["attacker"]):
+        return [*problems, "the attacker's rates are missing"]
+    for row, expected in zip(rows, true["attacker"]):
+        if not isinstance(row, dict) or row.get("fpr") != expected["fpr"]:
+            problems.append("the attacker's false-positive rates are not the documented ones")
+            continue
+        label = f"attacker's true-positive rate at {expected['fpr']:g}"
+        problems += _compare(label, row.get("tpr", "missing"), expected["tpr"], max(tolerance, 1e-5))
+    return problems
+
+
+def _against_ledger(document: Mapping[str, Any], releases: list[tuple[Release, int]], path: Path) -> list[str]:
+    try:
+        book: Book = read_ledger(path)
+    except (LedgerError, ValueError, OSError) as error:
+        return [f"ledger: {error}"]
+    if book.run != document["run"]:
+        return [f"the ledger is of run {book.run}, the certificate of {document['run']}"]
+    certified: dict[str, int] = {}
+    for release, count in releases:
+        key = strict_json.dumps(release.to_json())
+        certified[key] = certified.get(key, 0) + count
+    problems = []
+    for release, count in zip(book.releases, book.counts):
+        listed = certified.get(strict_json.dumps(release.to_json()), 0)
+        if count > listed:
+            problems.append(f"the ledger counts {count} releases of {release.event!r:.80}, the certificate {listed}")
+    if book.data != document["data"].get("fingerprint"):
+        problems.append("the data fingerprint is not the ledger's")
+    return problems
+
+
+def _compare(name: str, stated: Any, true: Any, tolerance: float) -> list[str]:
+    if stated is None or true is None or isinstance(stated, (str, bool)) or isinstance(true, str):
+        agree = type(stated) is type(true) and stated == true
+    else:
+        agree = isinstance(stated, (int, float)) and _close(stated, true, tolerance)
+    return [] if agree else [f"{name} = {str(stated)[:40]}, recomputed {true}"]
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return math.isfinite(a) and abs(a - b) <= tolerance * max(abs(a), abs(b))

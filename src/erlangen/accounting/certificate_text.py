@@ -1,0 +1,101 @@
+"""The certificate as one page for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def markdown(certificate: Mapping[str, Any]) -> str:
+    """A one-page rendering; it says nothing that is not in the JSON."""
+    c, g = certificate, certificate["guarantee"]
+    lines = ["# Privacy certificate", "", f"**{headline(c)}**", ""]
+    if g["reasons"]:
+        lines += ["Why there is no guarantee:", "", *(f"- {_line(reason)}" for reason in g["reasons"]), ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in _rows(c)), ""]
+    lines += ["## What it means", "", *_meaning(c), ""]
+    lines += ["## Releases", "", "| count | mechanism | event | sensitivity | noise multiplier | sampling |"]
+    lines += ["|---|---|---|---|---|---|", *(_release(r) for r in c["releases"][:20])]
+    if len(c["releases"]) > 20:
+        lines.append(f"| … | {len(c['releases']) - 20} more kinds, see certificate.json | | | | |")
+    lines += ["", "## Not covered", ""]
+    lines += [f"- switched on, without any guarantee: **{_line(x)}**" for x in c["non_private"]]
+    lines += [f"- {_line(x)}" for x in c["not_covered"]]
+    lines += ["", f"Check it: `erlangen verify certificate.json`. {_software(c)}", ""]
+    return "\n".join(lines)
+
+
+def headline(certificate: Mapping[str, Any]) -> str:
+    """The guarantee in one sentence."""
+    g = certificate["guarantee"]
+    if not g["private"]:
+        return "No privacy guarantee: ε = ∞."
+    use = "" if certificate["randomness"] == "secure" else f" ({_line(certificate['randomness'])})"
+    return f"(ε, δ) = ({number(g['best_epsilon'])}, {number(certificate['delta'])}) differential privacy{use}."
+
+
+def number(value: Any) -> str:
+    """Four digits, or the word for it."""
+    if value is None:
+        return "not available"
+    if value == "inf":
+        return "∞"
+    return f"{value:.4g}" if isinstance(value, (int, float)) else _line(value)
+
+
+def _rows(c: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    g = c["guarantee"]
+    mechanism = c.get("mechanism")
+    if isinstance(mechanism, Mapping):
+        mechanism = "; ".join(f"{key}: {_line(value)}" for key, value in mechanism.items())
+    return [
+        ("ε by PLD / by RDP", f"{number(g['epsilon']['pld'])} / {number(g['epsilon']['rdp'])}"),
+        ("δ", number(c["delta"])),
+        ("Gaussian equivalent μ", number(g["gdp_mu"])),
+        ("neighbouring data sets", c["neighbouring"]),
+        ("unit of privacy", c["unit"]),
+        ("sampler", c.get("sampler") or "not stated"),
+        ("mechanism", mechanism or "not stated"),
+        ("releases", c["steps"]),
+        ("data", f"{c['data']['size'] or 'unknown'} records, fingerprint {c['data']['fingerprint'] or 'unknown'}"),
+        ("randomness", c["randomness"]),
+        ("audit", c.get("audit") or "none"),
+        ("ledger", "; ".join(c["ledger"]["notes"]) or "intact"),
+        ("run", f"{c['run']}, {c['created']}"),
+    ]
+
+
+def _meaning(c: Mapping[str, Any]) -> list[str]:
+    if not c["guarantee"]["private"]:
+        return ["An attacker may find out with certainty whether any given data was used."]
+    out = [
+        f"An attacker who knows everything but whether one {_line(c['unit'])}'s data was used, and who tests it on the "
+        "released result with the best possible method, is right about a member at most"
+    ]
+    for row in c["guarantee"]["attacker"]:
+        tpr, fpr = 100 * row["tpr"], 100 * row["fpr"]
+        out.append(f"- {tpr:.1f} % of the time if it may be wrong about {fpr:g} % of the others")
+    return [out[0], "", *out[1:]]
+
+
+def _release(r: Mapping[str, Any]) -> str:
+    cells = [r["count"], r.get("mechanism") or "", _event(r["event"]), r["sensitivity"], r["sigma_eff"], r["q"]]
+    return "| " + " | ".join(_cell("" if cell is None else cell) for cell in cells) + " |"
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    name = str(event["type"]).removesuffix("DpEvent")
+    inner = event.get("event")
+    return f"{name}({_event(inner)})" if isinstance(inner, Mapping) else name
+
+
+def _software(c: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in c["software"].items())
+
+
+def _cell(value: Any) -> str:
+    return (number(value) if isinstance(value, float) else _line(value)).replace("|", "\\|")
+
+
+def _line(value: Any) -> str:
+    return " ".join(str(value).split())[:400]

@@ -1,0 +1,74 @@
+"""Budgets over runs: what a data set has spent, over every ledger that touched it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .epsilon import Method, Neighbouring, epsilon
+from .ledger import LedgerError, read_ledger
+from .ledger_format import Book
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+LEDGER_NAME = "ledger.jsonl"
+UNKNOWN = "unknown"
+"""Runs without a fingerprint are added up together: they may have used the same data."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Everything that was released from one data set."""
+
+    fingerprint: str
+    books: tuple[Book, ...]
+
+    @property
+    def runs(self) -> list[str]:
+        return [book.run for book in self.books]
+
+    @property
+    def steps(self) -> int:
+        return sum(book.steps for book in self.books)
+
+    def pairs(self) -> list[tuple[DpEvent, int]]:
+        """The releases of all runs: adaptive composition adds them up."""
+        return [pair for book in self.books for pair in book.pairs()]
+
+    @property
+    def neighbouring(self) -> Neighbouring:
+        used = {book.neighbouring for book in self.books if book.steps}
+        if len(used) > 1:
+            raise LedgerError(f"data {self.fingerprint}: runs under {' and '.join(sorted(used))} do not add up")
+        return used.pop() if used else "add-or-remove-one"
+
+    @property
+    def units(self) -> list[str]:
+        return sorted({r.unit for book in self.books for r, count in zip(book.releases, book.counts) if count})
+
+    def epsilon(self, delta: float, method: Method = "pld") -> float:
+        """ε of all runs together."""
+        return epsilon(self.pairs(), delta, method, self.neighbouring)
+
+
+def ledger_path(run: str | os.PathLike[str]) -> Path:
+    """The ledger of a run: the path of its folder, or of the ledger itself."""
+    path = Path(run)
+    return path / LEDGER_NAME if path.is_dir() else path
+
+
+def compose_runs(runs: Sequence[str | os.PathLike[str]], single_copy: bool = False) -> list[Spent]:
+    """What each data set has spent over these runs. A ledger named twice counts once; a copied run counts again."""
+    books: dict[Path, Book] = {}
+    for run in runs:
+        path = ledger_path(run).resolve()
+        if path not in books:
+            books[path] = read_ledger(path, single_copy)
+    groups: dict[str, list[Book]] = {}
+    for book in books.values():
+        groups.setdefault(book.data or UNKNOWN, []).append(book)
+    return [Spent(fingerprint, tuple(members)) for fingerprint, members in sorted(groups.items())]

@@ -1,0 +1,278 @@
+"""`erlangen account`, `calibrate`, `verify`, `inspect`: parse, call `erlangen.accounting`, print.
+
+`--json` prints exactly one JSON object on stdout. Exit code 2 for misuse, 1 for failure; errors go to stderr.
+"""
+
+# ruff: noqa: B008 (typer reads options from the defaults)
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from erlangen import accounting as acc
+
+JSON = typer.Option(False, "--json", help="Print one JSON object on stdout.")
+DELTA = typer.Option(1e-5, "--delta", help="Target δ; below 1/(number of records) is usual.")
+SINGLE = typer.Option(False, "--single-copy", help="Accept a ledger whose second copy is missing.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the accounting commands to the application."""
+    app.command("account")(account)
+    app.command("calibrate")(calibrate)
+    app.command("verify")(verify)
+    app.command("inspect")(inspect)
+
+
+class _Misuse(Exception):
+    """The command line does not make sense."""
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn errors into one line on stderr and an exit code: 2 for misuse, 1 for failure."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except typer.Exit:
+            raise
+        except (_Misuse, acc.AccountingError, acc.EventError) as error:
+            _stop(error, 2)
+        except (acc.LedgerError, ValueError, OSError, RuntimeError, ArithmeticError, MemoryError) as error:
+            _stop(error, 1)
+
+    return run
+
+
+def _stop(error: BaseException, code: int) -> NoReturn:
+    print(f"erlangen: {str(error) or type(error).__name__}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@_guarded
+def account(
+    runs: list[Path] | None = typer.Argument(None, help="Run folders or ledgers to add up, per data fingerprint."),
+    sample_rate: float | None = typer.Option(None, help="Poisson sampling probability q."),
+    noise_multiplier: float | None = typer.Option(None, help="Noise std / sensitivity σ."),
+    steps: int | None = typer.Option(None, help="Number of releases."),
+    delta: float = DELTA,
+    neighbouring: str = typer.Option("add-or-remove-one", help="add-or-remove-one or replace-one."),
+    repeat_mean: float | None = typer.Option(
+        None, help="Best of a random number of such trainings with this mean (hyper-parameter search; RDP only)."
+    ),
+    repeat_shape: float = typer.Option(1.0, help="Its distribution: 1 geometric, 0 logarithmic, inf Poisson."),
+    opacus_history: Path | None = typer.Option(
+        None, help="JSON file with an Opacus accountant history [[noise multiplier, sample rate, steps], …]."
+    ),
+    single_copy: bool = SINGLE,
+    as_json: bool = JSON,
+) -> None:
+    """What has been spent: by parameters, by runs, or by an Opacus history."""
+    given = {"--sample-rate": sample_rate, "--noise-multiplier": noise_multiplier, "--steps": steps}
+    present = [name for name, value in given.items() if value is not None]
+    if bool(runs) + bool(present) + (opacus_history is not None) != 1:
+        raise _Misuse("name run folders, or give --sample-rate, --noise-multiplier and --steps, or --opacus-history")
+    if runs:
+        _print(_account_runs(runs, delta, single_copy), as_json, _show_runs)
+        return
+    if opacus_history is not None:
+        pairs = list(acc.from_opacus(_opacus(opacus_history)).history)
+    else:
+        if len(present) < 3:
+            raise _Misuse(f"missing {', '.join(name for name in given if name not in present)}")
+        assert sample_rate is not None
+        assert noise_multiplier is not None
+        assert steps is not None
+        pairs = [(acc.composed(acc.poisson(sample_rate, acc.gaussian(noise_multiplier)), steps), 1)]
+    if repeat_mean is not None:
+        once = acc.sequence([acc.composed(event, count) for event, count in pairs])
+        pairs = [(acc.repeat_and_select(once, repeat_mean, repeat_shape), 1)]
+    result = _priced(pairs, delta, neighbouring)
+    if opacus_history is None:
+        result |= {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
+    _print(result, as_json, _show_price)
+
+
+@_guarded
+def calibrate(
+    epsilon: float = typer.Option(..., help="Target ε."),
+    delta: float = DELTA,
+    sample_rate: float = typer.Option(..., help="Poisson sampling probability q."),
+    steps: int | None = typer.Option(None, help="Number of releases: find the noise."),
+    noise_multiplier: float | None = typer.Option(None, help="Noise σ: find the number of steps."),
+    method: str = typer.Option("pld", help="pld or rdp."),
+    as_json: bool = JSON,
+) -> None:
+    """The noise that reaches a target ε, or the steps that fit under it."""
+    if (steps is None) == (noise_multiplier is None):
+        raise _Misuse("give --steps (to find the noise) or --noise-multiplier (to find the steps)")
+    by: Any = method
+    if steps is not None:
+        noise_multiplier = acc.noise_multiplier(epsilon, delta, sample_rate, steps, by)
+        answer = "noise_multiplier"
+    else:
+        assert noise_multiplier is not None
+        steps = acc.max_steps(epsilon, delta, sample_rate, noise_multiplier, by)
+        answer = "steps"
+    result = {"answer": answer, "noise_multiplier": noise_multiplier, "steps": steps, "sample_rate": sample_rate}
+    pairs = [(acc.poisson(sample_rate, acc.gaussian(noise_multiplier)), steps)]
+    result |= {"target_epsilon": epsilon, "method": method, **_priced(pairs, delta, "add-or-remove-one")}
+    _print(result, as_json, _show_calibration)
+
+
+@_guarded
+def verify(
+    file: Path = typer.Argument(..., help="certificate.json"),
+    public_key: str | None = typer.Option(None, help="Require a signature by this Ed25519 key (hexadecimal)."),
+    ledger: Path | None = typer.Option(None, help="Compare with this ledger (default: the one beside the file)."),
+    as_json: bool = JSON,
+) -> None:
+    """Recompute a certificate from its events; exit 1 on any inconsistency."""
+    problems = acc.verify(file, public_key, ledger)
+    result = {"file": str(file), "valid": not problems, "problems": problems}
+    if as_json:
+        print(json.dumps(result))
+    elif not problems:
+        print(f"{file}: every recomputed value agrees")
+    for problem in problems:
+        print(f"erlangen: {file}: {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+
+
+@_guarded
+def inspect(
+    run: Path = typer.Argument(..., help="Run folder, ledger or certificate.json."),
+    delta: float = DELTA,
+    single_copy: bool = SINGLE,
+    as_json: bool = JSON,
+) -> None:
+    """What a run's ledger (or a certificate) says, in words."""
+    if run.suffix == ".json" and run.is_file():
+        certificate = acc.certificate.load(run)
+        problems = acc.verify(run)
+        if problems:
+            raise acc.LedgerError(f"{run} does not verify: {problems[0]}; see erlangen verify")
+        _print(certificate, as_json, _show_certificate)
+        return
+    book = acc.read_ledger(acc.ledger_path(run), single_copy)
+    result = {
+        "run": book.run,
+        "data": book.data,
+        "releases": [{**r.to_json(), "count": n} for r, n in zip(book.releases, book.counts)],
+        "settled": book.settled,
+        "notes": list(book.notes),
+        **_priced(book.pairs(), delta, book.neighbouring),
+        "steps": book.steps,
+    }
+    _print(result, as_json, _show_ledger)
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def _priced(pairs: list[Any], delta: float, neighbouring: Any) -> dict[str, Any]:
+    """ε by both accountants; an accountant that cannot price the events is null, and says why in `notes`."""
+    epsilon: dict[str, Any] = {}
+    notes = []
+    for method in ("pld", "rdp"):
+        try:
+            value = acc.epsilon(pairs, delta, method, neighbouring)  # type: ignore[arg-type]
+            epsilon[method] = "inf" if value == math.inf else value
+        except acc.AccountingError as error:
+            epsilon[method] = None
+            notes.append(str(error))
+    if all(value is None for value in epsilon.values()):
+        raise acc.AccountingError(notes[0])
+    return {"epsilon": epsilon, "delta": delta, "neighbouring": neighbouring, "accountant_notes": notes}
+
+
+def _account_runs(runs: list[Path], delta: float, single_copy: bool) -> dict[str, Any]:
+    spent = []
+    for group in acc.compose_runs(runs, single_copy):
+        price = _priced(group.pairs(), delta, group.neighbouring)
+        notes = [note for book in group.books for note in book.notes]
+        spent.append({"data": group.fingerprint, "runs": group.runs, "steps": group.steps, "unit": group.units} | price)
+        spent[-1]["notes"] = notes
+    out: dict[str, Any] = {"data_sets": spent, "delta": delta}
+    if len(spent) == 1:
+        out["epsilon"] = spent[0]["epsilon"]
+    return out
+
+
+def _opacus(path: Path) -> list[Any]:
+    from erlangen.accounting import strict_json
+
+    history = strict_json.read(path, "Opacus history")
+    if isinstance(history, dict):  # what an Opacus accountant's state_dict() holds
+        history = history.get("history")
+    if not isinstance(history, list):
+        raise ValueError(f"{path} is not an Opacus history [[noise multiplier, sample rate, steps], …]")
+    return history
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+def _print(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        show(result)
+
+
+def _eps(value: Any) -> str:
+    return {"inf": "∞", None: "not available"}.get(value) or f"{value:.7g}"
+
+
+def _show_price(result: dict[str, Any]) -> None:
+    epsilon = result["epsilon"]
+    print(f"ε = {_eps(epsilon['pld'])} by PLD, {_eps(epsilon['rdp'])} by RDP, at δ = {result['delta']:g}")
+    for note in result["accountant_notes"]:
+        print(f"note: {note}")
+
+
+def _show_runs(result: dict[str, Any]) -> None:
+    for group in result["data_sets"]:
+        print(f"data {group['data']}: {len(group['runs'])} run(s), {group['steps']} releases")
+        _show_price(group)
+        for note in group["notes"]:
+            print(f"note: {note}")
+
+
+def _show_calibration(result: dict[str, Any]) -> None:
+    if result["answer"] == "steps":
+        print(f"{result['steps']} steps fit under ε = {result['target_epsilon']:g}")
+    else:
+        print(f"noise multiplier {result['noise_multiplier']:.6g} reaches ε = {result['target_epsilon']:g}")
+    _show_price(result)
+
+
+def _show_ledger(result: dict[str, Any]) -> None:
+    print(f"run {result['run']}, data {result['data'] or 'unknown'}, {result['steps']} releases")
+    for release in result["releases"]:
+        print(f"  {release['count']} × {json.dumps(release['event'])}" + _reason(release))
+    if not result["settled"]:
+        print("not settled: the run is still going on, or it crashed and its last reservation counts in full")
+    for note in result["notes"]:
+        print(f"note: {note}")
+    _show_price(result)
+
+
+def _reason(release: dict[str, Any]) -> str:
+    return f" ({release['reason']})" if release.get("reason") else ""
+
+
+def _show_certificate(certificate: dict[str, Any]) -> None:
+    from erlangen.accounting.certificate_text import markdown
+
+    print(markdown(certificate))
