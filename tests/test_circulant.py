@@ -1,0 +1,187 @@
+"""Block-circulant layers: the dense layer they stand for, and per-sample gradients of the free parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from erlangen import PrivacyEngine
+from erlangen.circulant import CirculantConv2d, CirculantLinear, expand, make_circulant, nearest
+from erlangen.gradients import RowMap
+from erlangen.gradients.registry import find_rule
+from tests.gradients.reference import assert_same, one_by_one, recorded
+
+shapes = st.tuples(st.integers(1, 11), st.integers(1, 11), st.integers(1, 6))
+
+
+def by_definition(w: torch.Tensor) -> torch.Tensor:
+    """Eq. 18, entry by entry."""
+    p, q, b = w.shape
+    out = torch.zeros(p * b, q * b, dtype=w.dtype)
+    for i in range(p):
+        for j in range(q):
+            for r in range(b):
+                for c in range(b):
+                    out[i * b + r, j * b + c] = w[i, j, (c - r) % b]
+    return out
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_linear_is_its_dense_matrix(shape):
+    inputs, outputs, block = shape
+    layer = CirculantLinear(inputs, outputs, block).double()
+    torch.testing.assert_close(expand(layer.weight.detach()), by_definition(layer.weight.detach()))
+    x = torch.randn(3, 2, inputs, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+    assert layer.weight.numel() == -(-inputs // block) * -(-outputs // block) * block
+
+
+@given(shapes, st.sampled_from([(3, 1, 1), (1, 1, 0), (2, 2, 1)]))
+@settings(max_examples=40, deadline=None)
+def test_convolution_is_its_dense_kernel(shape, kernel):
+    inputs, outputs, block = shape
+    size, stride, padding = kernel
+    layer = CirculantConv2d(inputs, outputs, size, block, stride, padding).double()
+    x = torch.randn(2, inputs, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+
+
+@pytest.mark.parametrize("options", [
+    {"padding": "same"}, {"padding": 2, "dilation": 2}, {"padding": 1, "padding_mode": "reflect"}, {"bias": False},
+])  # fmt: skip
+def test_convolution_arguments(options):
+    layer = CirculantConv2d(5, 7, 3, 3, **options).double()
+    x = torch.randn(2, 5, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+    assert_same(recorded(layer, (x,)), one_by_one(layer, (x,)))
+
+
+@given(shapes, st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_linear_per_sample_gradients(shape, tokens, rows):
+    inputs, outputs, block = shape
+    layer = CirculantLinear(inputs, outputs, block).double()
+    x = torch.randn(rows, *([tokens] if tokens > 1 else []), inputs, dtype=torch.float64)
+    for strategy in ("auto", "materialise", "norms-first"):
+        assert_same(recorded(layer, (x,), strategy=strategy), one_by_one(layer, (x,)))
+
+
+@given(shapes, st.sampled_from([(3, 1, 1), (1, 1, 0), (2, 2, 1)]))
+@settings(max_examples=25, deadline=None)
+def test_convolution_per_sample_gradients(shape, kernel):
+    inputs, outputs, block = shape
+    size, stride, padding = kernel
+    layer = CirculantConv2d(inputs, outputs, size, block, stride, padding).double()
+    x = torch.randn(3, inputs, 4, 5, dtype=torch.float64)
+    for strategy in ("auto", "norms-first"):
+        assert_same(recorded(layer, (x,), strategy=strategy), one_by_one(layer, (x,)))
+
+
+def test_views_padding_and_shared_layers():
+    layer = CirculantLinear(5, 4, 2).double()
+    model = nn.Sequential(CirculantLinear(4, 5, 3).double(), nn.Tanh(), layer, nn.Linear(4, 5).double(), layer)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    assert_same(recorded(model, (x,)), one_by_one(model, (x,)))
+    each = one_by_one(model, (x,))
+    got = recorded(model, (x,), rows=RowMap.regular(3, 2))
+    assert_same(got, {n: g.unflatten(0, (3, 2)).mean(1) for n, g in each.items()})
+    got = recorded(model, (x,), rows=RowMap.of(torch.tensor([4, -1, 4, 7, -1, 7])))
+    assert_same(got, {n: torch.stack([g[[0, 2]].mean(0), g[[3, 5]].mean(0)]) for n, g in each.items()})
+
+
+def test_a_non_finite_sample_is_found_and_removed():
+    layer = CirculantLinear(6, 4, 3)
+    x = torch.randn(3, 6)
+    x[1, 2] = math.nan
+    got = recorded(layer, (x,))
+    assert not bool(torch.isfinite(got.norms_squared()["weight"][1]))
+    clean = got.without(torch.tensor([False, True, False]))
+    weights = {n: torch.ones(3) for n in clean.names}
+    assert all(bool(torch.isfinite(t).all()) for t in clean.weighted_sum(weights).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_norms_are_taken_in_float32(dtype):
+    layer = CirculantLinear(16, 12, 4).to(dtype)
+    x = torch.randn(4, 16).to(dtype)
+    got = recorded(layer, (x,))
+    norms = got.norms_squared()["weight"]
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms, got.dense("weight").float().flatten(1).square().sum(1), rtol=1e-2, atol=1e-4)
+
+
+def test_gram_norms_under_cancellation_are_never_too_small():
+    """Huge tokens that cancel: the norm is rounded outwards, so a clip that trusts it lets nothing more through."""
+    layer = CirculantLinear(32, 32, 4)
+    x = torch.randn(1, 1, 32) * 1e4
+    x = torch.cat([x, -x + 1e-3 * torch.randn(1, 1, 32)], 1)
+    got = recorded(layer, (x,), loss=lambda out: out.sum((1, 2)), strategy="norms-first")
+    true = got.dense("weight").double().square().sum()
+    assert float(got.norms_squared()["weight"]) >= 0.9 * float(true)
+
+
+@given(shapes)
+@settings(max_examples=40, deadline=None)
+def test_conversion_is_the_nearest_circulant(shape):
+    """Idempotent on circulant matrices, and orthogonal: the residual has no component along any free parameter."""
+    inputs, outputs, block = shape
+    dense = nn.Linear(inputs, outputs).double()
+    layer = CirculantLinear.from_dense(dense, block)
+    again = CirculantLinear.from_dense(layer.to_dense(), block)
+    torch.testing.assert_close(again.dense(), layer.dense())
+    residual = dense.weight.detach() - layer.dense()
+    counts = nearest(torch.ones(outputs, inputs, dtype=torch.float64), block)
+    projected = nearest(residual, block) * counts
+    assert float(projected.abs().max()) < 1e-12
+    torch.testing.assert_close(layer.bias, dense.bias)
+
+
+def test_block_one_is_the_dense_layer():
+    conv = nn.Conv2d(3, 5, 3, padding=1).double()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(CirculantConv2d.from_dense(conv, 1)(x), conv(x))
+
+
+def test_replacing_the_layers_of_a_model():
+    inner = nn.Sequential(nn.Flatten(), nn.Linear(32, 16))
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), inner, nn.Linear(16, 3))
+    before = sum(p.numel() for p in model.parameters())
+    make_circulant(model, 4, skip=("3",))
+    assert isinstance(model[0], CirculantConv2d)
+    assert isinstance(model[2][1], CirculantLinear)
+    assert isinstance(model[3], nn.Linear)
+    assert sum(p.numel() for p in model.parameters()) < before / 2.5
+    assert find_rule(model[0]) is not None
+    assert model(torch.randn(2, 4, 4, 4)).shape == (2, 3)
+
+
+def test_errors_name_the_cure():
+    with pytest.raises(ValueError, match="block_size is 0"):
+        CirculantLinear(4, 4, 0)
+    with pytest.raises(ValueError, match="groups=2"):
+        CirculantConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), 2)
+
+
+@pytest.mark.parametrize("mechanism", ["iso", "gredp", "spectral", "geodp"])
+def test_private_training_of_circulant_layers(mechanism):
+    torch.manual_seed(0)
+    model = nn.Sequential(CirculantConv2d(1, 4, 3, 2), nn.ReLU(), nn.Flatten(), CirculantLinear(64, 2, 4))
+    data = TensorDataset(torch.randn(40, 1, 6, 6), torch.randint(0, 2, (40,)))
+    engine = PrivacyEngine(seed=1)
+    module, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data_loader=DataLoader(data, batch_size=10),
+        noise_multiplier=1.0, max_grad_norm=1.0, mechanism=mechanism,
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    assert 0 < engine.get_epsilon(1e-5) < math.inf
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
