@@ -1,4 +1,8 @@
-"""Augmentation on tensors, on the device, from a derived stream: views of the same record share its privacy."""
+"""Augmentation on tensors, on the device, from a derived stream: views of the same record share its privacy.
+
+What happens to each row is drawn for a whole logical batch at once, so that cutting it into physical batches changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: kind → (pixels of reflect padding for the random crop, whether to flip)
+KINDS = {"none": (0, False), "shift": (1, False), "flip-crop": (4, True)}
 
-def views(x: Tensor, count: int, kind: str, generator: torch.Generator) -> Tensor:
-    """[n, C, H, W] → [n·count, C, H, W], owner-major. The first view is the record itself when there are several."""
-    if kind == "none":
-        return x if count == 1 else x.repeat_interleave(count, 0)
-    repeated = x.repeat_interleave(count, 0)
-    changed = _crop(repeated, 4 if kind == "flip-crop" else 1, generator)
-    if kind == "flip-crop":
-        flip = torch.rand(len(changed), generator=generator, device=generator.device).to(x.device) < 0.5
-        changed = torch.where(flip.view(-1, 1, 1, 1), changed.flip(3), changed)
+
+def draw(rows: int, count: int, kind: str, generator: torch.Generator) -> Tensor:
+    """For each of ``rows × count`` views: crop offsets and a flip, [rows·count, 3]. The first of several is the record."""
+    margin, flip = KINDS[kind]
+    total = rows * count
+    moves = torch.randint(0, 2 * margin + 1, (total, 3), generator=generator, device=generator.device)
+    moves[:, 2] = torch.randint(0, 2, (total,), generator=generator, device=generator.device) if flip else 0
     if count > 1:
-        changed[::count] = x
-    return changed
+        moves[::count] = torch.tensor([margin, margin, 0], device=moves.device)
+    return moves
 
 
-def _crop(x: Tensor, margin: int, generator: torch.Generator) -> Tensor:
-    """A random crop of the reflect-padded image, gathered without a loop over samples."""
-    n, _, height, width = x.shape
-    padded = F.pad(x, [margin] * 4, mode="reflect")
-    offset = torch.randint(0, 2 * margin + 1, (2, n), generator=generator, device=generator.device).to(x.device)
-    rows = offset[0][:, None] + torch.arange(height, device=x.device)
-    columns = offset[1][:, None] + torch.arange(width, device=x.device)
-    index = torch.arange(n, device=x.device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+def views(x: Tensor, count: int, kind: str, moves: Tensor) -> Tensor:
+    """[n, C, H, W] → [n·count, C, H, W], owner-major, moved as `draw` said."""
+    margin, flip = KINDS[kind]
+    if margin:
+        x = F.pad(x, [margin] * 4, mode="reflect")
+    height, width = x.shape[2] - 2 * margin, x.shape[3] - 2 * margin
+    if count > 1:
+        x = x.repeat_interleave(count, 0)
+    if not margin:
+        return x
+    moves = moves.to(x.device)
+    rows = moves[:, 0, None] + torch.arange(height, device=x.device)
+    across = torch.arange(width, device=x.device).expand(len(x), width)
+    columns = moves[:, 1, None] + torch.where(moves[:, 2, None] == 1, width - 1 - across, across)
+    index = torch.arange(len(x), device=x.device)[:, None, None]
+    return x.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

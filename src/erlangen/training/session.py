@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from erlangen.accounting import Accountant
 from erlangen.data import Dataset, load
-from erlangen.data.augment import views
+from erlangen.data.augment import draw, views
 from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import Tape
@@ -103,13 +103,15 @@ class Session:
         config = self.config
         if config.seed is not None:
             torch.manual_seed(self._layers.at(self.step_count).initial_seed())
-        generator = self._augmentation.at(self.step_count, self.device)
         parts = self.units.physical(self.sampler.draw(), config.max_physical_batch)
+        generator = self._augmentation.at(self.step_count, self.device)
+        moves = draw(sum(len(rows) for rows, _ in parts), config.views, config.augment, generator)
         for k, (rows, owner) in enumerate(parts):
             self._announce(rows, owner, k == 0, k == len(parts) - 1)
-            x = views(self.x[rows.to(self.device)], config.views, config.augment, generator)
-            y = self.y[rows.to(self.device)].repeat_interleave(config.views)
-            F.cross_entropy(self.model(x), y).backward()
+            here, moves = moves[: len(rows) * config.views], moves[len(rows) * config.views :]
+            index = rows.to(self.device)
+            x = views(self.x[index], config.views, config.augment, here)
+            F.cross_entropy(self.model(x), self.y[index].repeat_interleave(config.views)).backward()
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()

@@ -1,0 +1,234 @@
+"""The training session: learns, stops where it should, repeats exactly, continues exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from erlangen.data import load
+from erlangen.data.augment import draw, views
+from erlangen.training import TrainConfig, checkpoint
+from erlangen.training.adam_bc import AdamBC
+from erlangen.training.config import ConfigError
+from erlangen.training.ema import EMA
+from erlangen.training.metrics import calibration_error
+from erlangen.training.run import in_plain_words, train
+from erlangen.training.session import Session
+
+SMALL = TrainConfig(model="mlp", steps=6, batch=64, seed=0, evaluations=2)
+
+
+def flat(session: Session) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in session.weights().values()])
+
+
+def test_digits_are_learnt_privately():
+    result = train(TrainConfig(seed=0))
+    assert result.summary["test"]["test_accuracy"] > 0.9
+    spent = result.summary["guarantee"]["epsilon"]
+    assert 2.98 < spent["pld"] <= 3.0 < spent["rdp"]
+    assert "ε = 3" in in_plain_words(result.summary)
+
+
+def test_a_run_leaves_a_folder(tmp_path):
+    out = tmp_path / "run"
+    result = train(SMALL, out)
+    assert TrainConfig.from_file(out / "config.json") == result.session.config
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6]
+    assert lines[0]["epsilon"] < lines[1]["epsilon"]
+    assert json.loads((out / "summary.json").read_text()) == result.summary
+    assert result.summary["non_private"] == []
+    assert "loss" not in lines[0], "training loss is a statistic of private records"
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(SMALL, out)
+    train(SMALL, out, overwrite=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious").write_text("x")
+    with pytest.raises(ConfigError, match="refusing to overwrite"):
+        train(SMALL, tmp_path / "other", overwrite=True)
+
+
+def test_equal_seeds_equal_weights_and_other_runs_other_noise():
+    make = lambda run_id="", **k: Session(dataclasses.replace(SMALL, **k), run_id=run_id)  # noqa: E731
+    a, b, c, d = make(), make(), make(seed=1), make(run_id="other")
+    for session in (a, b, c, d):
+        for _ in range(3):
+            session.step()
+    assert torch.equal(flat(a), flat(b))
+    assert not torch.equal(flat(a), flat(c))
+    assert not torch.equal(flat(a), flat(d))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adam-bc"])
+def test_a_resumed_run_continues_exactly(tmp_path, optimizer, clipping):
+    config = dataclasses.replace(SMALL, optimizer=optimizer, schedule="cosine", views=2, augment="shift", clipping=clipping)
+    whole = Session(config)
+    for _ in range(6):
+        whole.step()
+    half = Session(config)
+    for _ in range(3):
+        half.step()
+    checkpoint.save(tmp_path / "c.safetensors", half.state_dict())
+    other = Session(dataclasses.replace(config, max_physical_batch=16))
+    other.load_state_dict(checkpoint.load(tmp_path / "c.safetensors"))
+    for _ in range(3):
+        other.step()
+    torch.testing.assert_close(flat(whole), flat(other), rtol=1e-4, atol=1e-6)
+
+
+def test_physical_batches_and_units(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (60, 6, 6), dtype=np.uint8)
+    file = tmp_path / "scans.npz"
+    np.savez(file, x_train=x, y_train=rng.integers(0, 3, 60), x_test=x[:9], y_test=rng.integers(0, 3, 9), patient=np.arange(60) // 3)
+    config = TrainConfig(data=str(file), unit="patient", model="cnn", steps=3, batch=5, seed=0)
+    one, other = Session(config), Session(dataclasses.replace(config, max_physical_batch=4))
+    assert one.sampler.units == 20
+    for session in (one, other):
+        for _ in range(3):
+            session.step()
+    torch.testing.assert_close(flat(one), flat(other), rtol=1e-4, atol=1e-6)
+
+
+def test_sigma_zero_is_allowed_and_says_so():
+    result = train(dataclasses.replace(SMALL, epsilon=None, noise_multiplier=0.0))
+    assert result.summary["guarantee"]["epsilon"]["pld"] == "inf"
+    assert "No privacy guarantee" in in_plain_words(result.summary)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"epsilon": -1.0}, "epsilon is -1.0"), ({"delta": 1.0}, "delta is 1.0"), ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"noise_multiplier": 1.0}, "exclude each other"), ({"epsilon": None}, "give epsilon"), ({"views": 0}, "views is 0"),
+        ({"secure": True}, "exclude each other"), ({"optimizer": "lion"}, "choose one of adam"), ({"model": "vgg"}, "choose one"),
+        ({"batch": 5000}, "only 1438 units"), ({"device": "cuda:9"}, "no GPU"), ({"augment": "mixup"}, "augment"),
+    ],
+)  # fmt: skip
+def test_bad_configurations(change, match):
+    if change.get("device") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=match):
+        Session(dataclasses.replace(SMALL, **change))
+
+
+def test_unknown_options_and_broken_files(tmp_path):
+    with pytest.raises(ConfigError, match="unknown option"):
+        TrainConfig.from_dict({"batchsize": 3})
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TrainConfig.from_file(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "match"),
+    [
+        ({"x": np.zeros((3, 4, 4))}, "no array 'x_train'"),
+        ({"x_train": np.zeros((3, 4, 4)), "y_train": np.zeros(2, int)}, "2,\\) for 3 images"),
+        ({"x_train": np.zeros((3, 4, 4)), "y_train": np.zeros(3, int)}, "one class only"),
+        ({"x_train": np.zeros((2, 4, 4)), "y_train": np.array([0, -1])}, "integers ≥ 0"),
+        ({"x_train": np.full((2, 4, 4), np.nan), "y_train": np.array([0, 1])}, "not finite, first in record 0"),
+        ({"x_train": np.zeros((2, 4)), "y_train": np.array([0, 1])}, "expected N×H×W"),
+        ({"x_train": np.zeros((2, 4, 4)), "y_train": np.array([0, 1]), "x_test": np.zeros((2, 4, 4))}, "only one of"),
+    ],
+)
+def test_bad_data_files(tmp_path, arrays, match):
+    np.savez(tmp_path / "d.npz", **arrays)
+    with pytest.raises(ValueError, match=match):
+        load(tmp_path / "d.npz")
+
+
+def test_missing_and_hostile_data_files(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no file at"):
+        load(tmp_path / "none.npz")
+    with pytest.raises(ValueError, match="give a name"):
+        load("nothing")
+    np.savez(tmp_path / "p.npz", x_train=np.array([object()]), y_train=np.array([0]))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(tmp_path / "p.npz")
+    monkeypatch.delenv("ERLANGEN_DATA", raising=False)
+    with pytest.raises(ValueError, match="set ERLANGEN_DATA"):
+        load("mnist")
+
+
+def test_fingerprints_tell_data_apart():
+    a = load("digits")
+    assert a.fingerprint() == load("digits").fingerprint()
+    assert a.fingerprint() != dataclasses.replace(a, y_train=a.y_train[::-1].copy()).fingerprint()
+
+
+def test_views_keep_the_record_and_come_from_the_generator():
+    x = torch.randn(3, 2, 8, 8)
+    moves = draw(3, 4, "flip-crop", torch.Generator().manual_seed(0))
+    out = views(x, 4, "flip-crop", moves)
+    assert out.shape == (12, 2, 8, 8)
+    assert torch.equal(out[::4], x)
+    assert torch.equal(out, torch.cat([views(x[:1], 4, "flip-crop", moves[:4]), views(x[1:], 4, "flip-crop", moves[4:])]))
+    assert not torch.equal(out[1], out[2])
+    assert torch.equal(views(x, 2, "none", draw(3, 2, "none", torch.Generator())), x.repeat_interleave(2, 0))
+    flipped = views(x[:1], 1, "flip-crop", torch.tensor([[4, 4, 1]]))
+    assert torch.equal(flipped, x[:1].flip(3))
+    shifted = views(x[:1], 1, "flip-crop", torch.tensor([[5, 4, 0]]))
+    assert torch.equal(shifted[:, :, :-1], x[:1, :, 1:])
+
+
+def test_checkpoints_hold_no_seed_and_refuse_strangers(tmp_path):
+    state = {"a": torch.arange(3), "deep": [{"b": torch.ones(2)}, 1.5, None, "x"], "n": {1: 2}}
+    checkpoint.save(tmp_path / "c", state)
+    back = checkpoint.load(tmp_path / "c")
+    assert torch.equal(back["a"], state["a"])
+    assert torch.equal(back["deep"][0]["b"], torch.ones(2))
+    assert back["deep"][1:] == [1.5, None, "x"]
+    assert back["n"] == {1: 2}
+    for content in (b"", b"\x80\x04evil", (tmp_path / "c").read_bytes()[:-3]):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.load(tmp_path / "bad")
+    with pytest.raises(TypeError, match="plain values only"):
+        checkpoint.save(tmp_path / "d", {"f": print})
+    assert "seed" not in json.dumps(Session(SMALL).state_dict(), default=str)
+
+
+def test_ema_forgets_the_start():
+    model = nn.Linear(1, 1, bias=False)
+    ema = EMA(model, 0.9)
+    with torch.no_grad():
+        for value in range(1, 60):
+            model.weight.fill_(float(value))
+            ema.update()
+    assert 40 < float(ema.average["weight"]) < 59
+    with ema.applied():
+        assert torch.equal(model.weight.detach(), ema.average["weight"])
+    assert float(model.weight.detach()) == 59.0
+
+
+def test_adam_bc_subtracts_the_noise():
+    p = nn.Parameter(torch.zeros(20000))
+    optimizer = AdamBC([p], lr=1.0, betas=(0.0, 0.99))
+    optimizer.set_noise_variance({p: 4.0})
+    torch.manual_seed(0)
+    for _ in range(600):
+        p.grad = 3.0 + 2.0 * torch.randn_like(p)
+        optimizer.step()
+    square = optimizer.state[p]["square"].mean()
+    assert float(square) == pytest.approx(9 + 4, rel=0.05)
+    before = p.detach().clone()
+    p.grad = torch.full_like(p, 3.0)
+    optimizer.step()
+    assert float((before - p.detach()).mean()) == pytest.approx(3 / 3, rel=0.1)
+
+
+def test_calibration_error():
+    confidence = torch.full((1000,), 0.8)
+    right = (torch.arange(1000) % 10 < 8).float()
+    assert calibration_error(confidence, right) == pytest.approx(0.0, abs=1e-4)
+    assert calibration_error(confidence, torch.zeros(1000)) == pytest.approx(0.8, abs=1e-4)
+    assert math.isfinite(calibration_error(torch.ones(3), torch.ones(3)))
