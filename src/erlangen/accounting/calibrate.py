@@ -37,6 +37,7 @@ def noise_multiplier(
     σ grows. The returned σ really satisfies the target.
     """
     _check_target(target_epsilon)
+    epsilon([], delta, method, neighbouring)  # refuses a bad delta, method or relation before any search
     n = _count(steps, "steps", least=1)
     make = gaussian if make_event is None else make_event
 

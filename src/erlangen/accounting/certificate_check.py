@@ -213,4 +213,7 @@ def _compare(name: str, stated: Any, true: Any, tolerance: float) -> list[str]:
 
 
 def _close(a: float, b: float, tolerance: float) -> bool:
-    return math.isfinite(a) and abs(a - b) <= tolerance * max(abs(a), abs(b))
+    try:
+        return math.isfinite(a) and abs(a - b) <= tolerance * max(abs(a), abs(b))
+    except OverflowError:  # an integer beyond every float
+        return False

@@ -78,7 +78,7 @@ class Ledger:
         run: str | None = None,
         unit: str = "record",
         block: int = 64,
-        growth: float = 1 / 3,
+        growth: float = 0.4,
     ) -> Ledger:
         """Start a ledger. `data` is the fingerprint of the private data set, `header` any further JSON facts.
 

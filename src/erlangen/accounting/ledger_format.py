@@ -2,7 +2,7 @@
 
 A ledger is a text file, one JSON value per line, each ending in a checksum chained to the line before:
 
-    {"ledger":1,"run":"…","data":"…","unit":"record","block":64,"growth":0.3333,"time":"…","sum":"4be1f02a"}
+    {"ledger":1,"run":"…","data":"…","unit":"record","block":64,"growth":0.4,"time":"…","sum":"4be1f02a"}
     {"define":0,"event":{…},"sensitivity":1.0,"sigma_eff":1.1,"q":0.01,"neighbouring":"…","unit":"…","time":…,"sum":…}
     [0,64,"91aa03fe"]                            64 releases of event 0 are reserved (they count from now on)
     [0,85,"77c0de11"]                            85 more

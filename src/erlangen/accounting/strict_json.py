@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ def loads(data: str | bytes, what: str = "document") -> Any:
     """Parse `data`; every way it can be wrong raises `DocumentError`."""
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer, parse_float=_real
+        )
     except DocumentError as error:
         raise DocumentError(f"{what}: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -51,6 +54,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         raise DocumentError("a key appears twice in one object")
     return out
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 30:
+        raise DocumentError("a whole number has more than 30 digits")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _no_constant(digits[:30])
 
 
 def _no_constant(name: str) -> Any:

@@ -1,0 +1,158 @@
+"""The accounting commands: one JSON object on stdout, errors on stderr, exit codes, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import erlangen.accounting as acc
+from erlangen.accounting import certificate as cert
+from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
+from erlangen.cli.accounting import register
+
+STEP = Release(acc.poisson(0.01, acc.gaussian(1.0)), 1.0, 1.0, 0.01, mechanism="iso")
+
+
+@pytest.fixture(scope="module")
+def app() -> typer.Typer:
+    application = typer.Typer()
+    register(application)
+    return application
+
+
+@pytest.fixture
+def call(app):
+    def run(*arguments: object, code: int = 0):
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+        assert "Traceback" not in result.output
+        if code:
+            assert result.stderr.strip()
+        return json.loads(result.stdout) if "--json" in arguments and result.stdout else result.stdout
+
+    return run
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    folder = tmp_path / "run1"
+    with Ledger.create(folder / "ledger.jsonl", data="digits", run="run1") as ledger:
+        ledger.spend(STEP, 1000)
+    return folder
+
+
+PARAMETERS = ("account", "--sample-rate", 0.01, "--noise-multiplier", 1.0, "--steps", 1000, "--delta", 1e-5)
+
+
+def test_account_by_parameters(call):
+    out = call(*PARAMETERS, "--json")
+    assert out["epsilon"]["pld"] == pytest.approx(1.8282, abs=1e-4)
+    assert out["epsilon"]["rdp"] == pytest.approx(2.101367, abs=1e-6)
+    words = call(*PARAMETERS)
+    assert "1.828" in words
+    assert "2.101367" in words
+
+
+def test_account_without_noise_is_infinite(call):
+    out = call("account", "--sample-rate", 0.01, "--noise-multiplier", 0, "--steps", 3, "--json")
+    assert out["epsilon"] == {"pld": "inf", "rdp": "inf"}
+    assert "∞" in call("account", "--sample-rate", 0.01, "--noise-multiplier", 0, "--steps", 3)
+
+
+def test_account_of_a_search_is_rdp_only(call):
+    out = call(*PARAMETERS, "--repeat-mean", 10, "--json")
+    assert out["epsilon"]["pld"] is None
+    assert out["epsilon"]["rdp"] > 2.2
+    assert "RDP only" in out["accountant_notes"][0]
+
+
+def test_account_of_an_opacus_history(call, tmp_path):
+    file = tmp_path / "history.json"
+    for document in ([[1.0, 0.01, 600], [1.0, 0.01, 400]], {"history": [[1.0, 0.01, 1000]], "mechanism": "rdp"}):
+        file.write_text(json.dumps(document))
+        out = call("account", "--opacus-history", file, "--json")
+        assert out["epsilon"]["rdp"] == pytest.approx(2.101367, abs=1e-6)
+    for bad in ("{}", "[[1]]", "[[1.0, 2.0, 3]]", "nonsense"):
+        file.write_text(bad)
+        result = CliRunner().invoke(_app(), ["account", "--opacus-history", str(file)])
+        assert result.exit_code in (1, 2)
+        assert result.stderr
+
+
+def _app() -> typer.Typer:
+    application = typer.Typer()
+    register(application)
+    return application
+
+
+def test_account_over_runs(call, run_folder):
+    out = call("account", run_folder, "--json")
+    assert out["epsilon"]["pld"] == pytest.approx(1.8282, abs=1e-4)
+    assert out["data_sets"][0]["data"] == "digits"
+    assert "1000 releases" in call("account", run_folder, run_folder)
+
+
+def test_inspect(call, run_folder):
+    out = call("inspect", run_folder, "--json")
+    assert (out["run"], out["steps"], out["settled"]) == ("run1", 1000, True)
+    assert "1000 ×" in call("inspect", run_folder)
+    path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
+    assert call("inspect", path, "--json")["run"] == "run1"
+    assert "Privacy certificate" in call("inspect", path)
+
+
+def test_calibrate(call):
+    by_rdp = ("calibrate", "--epsilon", 8, "--sample-rate", 0.16384, "--method", "rdp", "--json")
+    out = call(*by_rdp, "--steps", 2160)
+    assert out["noise_multiplier"] == pytest.approx(4.93, rel=4e-3)
+    assert out["epsilon"]["rdp"] <= 8
+    out = call(*by_rdp, "--noise-multiplier", 5)
+    assert out["steps"] > 2160
+    assert "steps fit" in call("calibrate", "--epsilon", 1, "--sample-rate", 1, "--noise-multiplier", 5)
+
+
+def test_verify(call, run_folder):
+    path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
+    assert call("verify", path, "--json") == {"file": str(path), "valid": True, "problems": []}
+    path.write_text(path.read_text().replace('"pld": 1.8', '"pld": 1.7'))
+    out = call("verify", path, "--json", code=1)
+    assert not out["valid"]
+    assert "recomputed" in out["problems"][0]
+    call("inspect", path, code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["account"], 2),
+        (["account", "--steps", "3"], 2),
+        (["account", "x", "--steps", "3"], 2),
+        (["account", "--sample-rate", "2", "--noise-multiplier", "1", "--steps", "3"], 2),
+        (["account", "--sample-rate", "nan", "--noise-multiplier", "1", "--steps", "3"], 2),
+        (["account", "--sample-rate", "0.1", "--noise-multiplier", "-1", "--steps", "3"], 2),
+        (["account", "--sample-rate", "0.1", "--noise-multiplier", "1", "--steps", "-3"], 2),
+        (["account", "--sample-rate", "0.1", "--noise-multiplier", "1", "--steps", "many"], 2),
+        (["account", "--sample-rate", "0.1", "--noise-multiplier", "1", "--steps", "3", "--delta", "0"], 2),
+        (["account", "--sample-rate", "0.1", "--noise-multiplier", "1", "--steps", "3", "--neighbouring", "x"], 2),
+        (["calibrate", "--epsilon", "1", "--sample-rate", "0.1"], 2),
+        (["calibrate", "--epsilon", "-1", "--sample-rate", "0.1", "--steps", "3"], 2),
+        (["calibrate", "--epsilon", "1", "--sample-rate", "0.1", "--steps", "3", "--method", "x"], 2),
+        (["account", "no-such-run"], 1),
+        (["inspect", "no-such-run"], 1),
+        (["verify", "no-such-file"], 1),
+        (["nonsense"], 2),
+    ],
+)
+def test_misuse_and_failure(call, arguments, code):
+    call(*arguments, code=code)
+    call(*arguments, "--json", code=code)
+
+
+def test_a_lone_copy_is_refused_until_accepted(call, run_folder):
+    copy_path(run_folder / "ledger.jsonl").unlink()
+    call("account", run_folder, code=1)
+    assert call("account", run_folder, "--single-copy", "--json")["epsilon"]["pld"] > 1.8
