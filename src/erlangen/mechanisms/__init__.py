@@ -9,6 +9,7 @@ from erlangen.mechanisms.base import (
     mechanisms,
     register_mechanism,
 )
+from erlangen.mechanisms.clipless import Clipless
 from erlangen.mechanisms.clipping import ClippingRule, make_clipping
 from erlangen.mechanisms.frequency import Fourier
 from erlangen.mechanisms.gaussian import GaussianMechanism
@@ -20,6 +21,7 @@ from erlangen.mechanisms.published import Layerwise, PublishedGReDP
 __all__ = [
     "Angles",
     "ClippingRule",
+    "Clipless",
     "Context",
     "Diagonal",
     "Direction",

@@ -1,0 +1,96 @@
+"""The first layer of every network: whatever the data holds, what leaves has norm ≤ X₀ and is finite.
+
+There is no clipping further on to catch a bad record, so it is caught here: entries that are NaN or infinite count as
+zero, norms that overflow send the record to zero, and a record of the wrong shape is refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from erlangen.lipschitz.base import Activation, LipschitzLayer
+
+#: matrices from RGB, rows are the new channels
+_LINEAR: dict[str, list[list[float]]] = {
+    "grayscale": [[0.299, 0.587, 0.114]],
+    "yiq": [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]],
+    "yuv": [[0.299, 0.587, 0.114], [-0.14713, -0.28886, 0.436], [0.615, -0.51499, -0.10001]],
+}
+COLOURS = ("rgb", "hsv", *_LINEAR)
+
+#: the projection aims a little inside the ball, so that rounding in float32 stays inside
+_INSIDE = 1.0 - 1e-5
+
+
+class BoundedInput(LipschitzLayer):
+    """Projects each sample onto the ball (or the sphere) of radius ``bound``, after an optional change of colours.
+
+    ``shape`` is that of one sample. The constraint is per sample and data-independent, so it costs no privacy. In ``mode="ball"`` and a
+    linear colour space the layer has a Lipschitz constant, and predictions have certified radii; otherwise they do not.
+    """
+
+    def __init__(self, shape: tuple[int, ...], bound: float, mode: str = "ball", colour: str = "rgb") -> None:
+        super().__init__()
+        if mode not in ("ball", "sphere"):
+            raise ValueError(f"mode is {mode!r}; choose 'ball' (norms are cut) or 'sphere' (norms are set)")
+        if colour not in COLOURS:
+            raise ValueError(f"colour is {colour!r}; choose one of {', '.join(COLOURS)}")
+        if colour != "rgb" and (len(shape) != 3 or shape[0] != 3):
+            raise ValueError(f"colour {colour!r} needs samples of shape (3, height, width), not {tuple(shape)}")
+        if not (math.isfinite(bound) and bound > 0):
+            raise ValueError(f"bound is {bound!r}; the radius X₀ must be a positive, finite number")
+        self.shape, self.bound, self.mode, self.colour = tuple(shape), float(bound), mode, colour
+
+    def output_shape(self, x: Activation) -> tuple[int, ...]:
+        return (1, *self.shape[1:]) if self.colour == "grayscale" else self.shape
+
+    def propagate_input(self, x: Activation) -> Activation:
+        return x.to(self.output_shape(x), self.bound * x.rounded)
+
+    def jacobian_bound(self, x: Activation) -> float:
+        if self.mode == "sphere" or self.colour == "hsv":
+            return math.inf
+        if self.colour == "rgb":
+            return x.rounded
+        return float(torch.linalg.matrix_norm(torch.tensor(_LINEAR[self.colour], dtype=torch.float64), 2)) * x.rounded
+
+    def forward(self, x: Tensor) -> Tensor:
+        if tuple(x.shape[1:]) != self.shape:
+            raise ValueError(f"samples have shape {tuple(x.shape[1:])}; this network was built and bounded for {self.shape}")
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = converted(torch.where(x.isfinite(), x, 0.0), self.colour)
+            # dividing by the largest entry first keeps the norm from overflowing
+            largest = x.flatten(1).abs().amax(1).clamp(min=1e-30) if x.shape[0] else x.new_zeros(0)
+            unit = x / largest.view(-1, *[1] * (x.ndim - 1))
+            norm = unit.flatten(1).norm(dim=1).clamp(min=1e-30)
+            target = self.bound * _INSIDE / norm
+            scale = target if self.mode == "sphere" else torch.minimum(largest, target)
+            scaled = unit * scale.view(-1, *[1] * (x.ndim - 1))
+            return torch.where(scaled.isfinite(), scaled, 0.0)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, bound={self.bound:g}, mode={self.mode}, colour={self.colour}"
+
+
+def converted(x: Tensor, colour: str) -> Tensor:
+    """RGB images [n, 3, H, W] in another colour space."""
+    if colour == "rgb":
+        return x
+    if colour == "hsv":
+        return _hsv(x)
+    return torch.einsum("cd,ndhw->nchw", x.new_tensor(_LINEAR[colour]), x)
+
+
+def _hsv(x: Tensor) -> Tensor:
+    """Hue in [0, 1), saturation and value, of images in [0, 1] (other values are clamped)."""
+    r, g, b = x.clamp(0.0, 1.0).unbind(1)
+    value, least = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
+    span = value - least
+    safe = span.clamp(min=1e-12)
+    sector = torch.where(value == r, (g - b) / safe, torch.where(value == g, (b - r) / safe + 2, (r - g) / safe + 4))
+    hue = torch.where(span > 0, (sector / 6) % 1.0, torch.zeros_like(sector))
+    return torch.stack((hue, span / value.clamp(min=1e-12), value), 1)

@@ -1,0 +1,41 @@
+"""In which precision products are computed, and a refusal to compute in a lower one than the bounds were made for.
+
+float32: rounding is absorbed by the outward margins. TF32 and bfloat16 round the *factors* of a product by a relative u;
+the bounds grow accordingly (`Activation.roundoff`), sums are accumulated in float32 by the hardware. float16 is refused:
+cotangents that overflow or vanish have no relative error bound.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from erlangen.lipschitz.base import ROUNDOFF
+
+
+def uses_tf32() -> bool:
+    """Whether convolutions or matrix products of float32 may run in TF32 on a CUDA device."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # newer releases refuse the old flags once the new ones were used
+        return True
+
+
+def current(device: torch.device) -> str:
+    """The lowest precision that products on this device may use now."""
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        if dtype == torch.bfloat16:
+            return "bf16"
+        if dtype != torch.float32:
+            raise RuntimeError(f"autocast to {dtype} has no certified bounds; use torch.bfloat16 or none")
+    return "tf32" if device.type == "cuda" and uses_tf32() else "fp32"
+
+
+def require(precision: str, device: torch.device) -> None:
+    """Raise if products may now be rounded more than the bounds allow."""
+    now = current(device)
+    if ROUNDOFF[now] > ROUNDOFF[precision]:
+        raise RuntimeError(
+            f"products are computed in {now} but the sensitivities were certified for {precision}: pass "
+            f"mechanism_options={{'precision': {now!r}}}, or switch {now} off"
+        )

@@ -1,0 +1,104 @@
+"""Lipschitz networks for training without clipping: LeNet-size, VGG (130k to 2M parameters), ResNet and MLP-Mixer.
+
+All are 1-Lipschitz with gradient-norm preserving pieces: MaxMin activations, scaled average pooling, invertible
+down-sampling, averaged residual blocks. Biases are off by default, because a bias on a feature map costs √(H·W) in sensitivity.
+"""
+
+from __future__ import annotations
+
+from erlangen.lipschitz import (
+    AvgPool2d,
+    BackwardClip,
+    BoundedInput,
+    Flatten,
+    GlobalAvgPool,
+    InvertibleDownsampling,
+    LayerCentering,
+    LipschitzLayer,
+    MaxMin,
+    Permute,
+    Residual,
+    Sequential,
+    SpectralConv2d,
+    SpectralDense,
+    TokenMean,
+    Tokens,
+)
+
+#: widths of the three stages of `lipschitz_vgg` by size: about 130k, 500k and 2M parameters
+VGG_WIDTHS = {"small": (32, 64, 96), "medium": (64, 128, 192), "large": (128, 256, 384)}
+
+
+def _start(input_shape: tuple[int, ...], bound: float, mode: str, colour: str) -> tuple[BoundedInput, int]:
+    first = BoundedInput(tuple(input_shape), bound, mode, colour)
+    return first, 1 if colour == "grayscale" else input_shape[0]
+
+
+def _finish(layers: list[LipschitzLayer], backward_clip: float | None) -> Sequential:
+    return Sequential(*layers, *([BackwardClip(backward_clip)] if backward_clip else []))
+
+
+def lipschitz_lenet(
+    input_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, *, bound: float = 8.0, mode: str = "ball",
+    colour: str = "rgb", width: int = 16, lipschitz: float = 1.0, backward_clip: float | None = None,
+) -> Sequential:  # fmt: skip
+    """Two convolutions and two dense layers: about 100k parameters on MNIST. ``lipschitz`` is the constant of each layer."""
+    first, channels = _start(input_shape, bound, mode, colour)
+    layers: list[LipschitzLayer] = [first]
+    for outputs in (width, 2 * width):
+        layers += [SpectralConv2d(channels, outputs, 5, lipschitz=lipschitz), MaxMin(), AvgPool2d(2, scaled=True)]
+        channels = outputs
+    features = channels * (input_shape[1] // 4) * (input_shape[2] // 4)
+    layers += [Flatten(), SpectralDense(features, 64, lipschitz=lipschitz), MaxMin(-1)]
+    return _finish([*layers, SpectralDense(64, classes, lipschitz=lipschitz)], backward_clip)
+
+
+def lipschitz_vgg(
+    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, size: str = "small", bound: float = 10.0,
+    mode: str = "ball", colour: str = "rgb", centre: bool = False, backward_clip: float | None = None,
+) -> Sequential:  # fmt: skip
+    """Three stages of two 3×3 convolutions with scaled average pooling, then one dense layer."""
+    if size not in VGG_WIDTHS:
+        raise ValueError(f"size is {size!r}; choose one of {', '.join(VGG_WIDTHS)}")
+    first, channels = _start(input_shape, bound, mode, colour)
+    layers: list[LipschitzLayer] = [first, *([LayerCentering(per_channel=True)] if centre else [])]
+    for outputs in VGG_WIDTHS[size]:
+        layers += [SpectralConv2d(channels, outputs, 3), MaxMin(), SpectralConv2d(outputs, outputs, 3), MaxMin()]
+        layers += [AvgPool2d(2, scaled=True)]
+        channels = outputs
+    layers += [GlobalAvgPool(scaled=True), SpectralDense(channels, classes)]
+    return _finish(layers, backward_clip)
+
+
+def lipschitz_resnet(
+    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, width: int = 32, blocks: int = 2, bound: float = 10.0,
+    mode: str = "ball", colour: str = "rgb", backward_clip: float | None = None,
+) -> Sequential:  # fmt: skip
+    """Stages of averaged residual blocks (x + f(x))/2, with invertible down-sampling and 1×1 convolutions between."""
+    first, channels = _start(input_shape, bound, mode, colour)
+    layers: list[LipschitzLayer] = [first, SpectralConv2d(channels, width, 3), MaxMin()]
+    for stage in range(3):
+        if stage:
+            layers += [InvertibleDownsampling(2), SpectralConv2d(4 * width, 2 * width, 1), MaxMin()]
+            width *= 2
+        for _ in range(blocks):
+            body = (SpectralConv2d(width, width, 3), MaxMin(), SpectralConv2d(width, width, 3))
+            layers += [Residual(*body), MaxMin()]
+    layers += [GlobalAvgPool(scaled=True), SpectralDense(width, classes)]
+    return _finish(layers, backward_clip)
+
+
+def lipschitz_mixer(
+    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, patch: int = 4, width: int = 128, blocks: int = 3,
+    bound: float = 10.0, mode: str = "ball", colour: str = "rgb", backward_clip: float | None = None,
+) -> Sequential:  # fmt: skip
+    """MLP-Mixer: patches become tokens; averaged residual MLPs mix tokens, then channels."""
+    first, channels = _start(input_shape, bound, mode, colour)
+    tokens = (input_shape[1] // patch) * (input_shape[2] // patch)
+    layers: list[LipschitzLayer] = [first, InvertibleDownsampling(patch), Tokens()]
+    layers += [SpectralDense(channels * patch**2, width)]
+    for _ in range(blocks):
+        mix = (Permute(2, 1), SpectralDense(tokens, tokens), MaxMin(-1), SpectralDense(tokens, tokens), Permute(2, 1))
+        layers += [Residual(*mix), Residual(SpectralDense(width, width), MaxMin(-1), SpectralDense(width, width))]
+    layers += [TokenMean(scaled=True), SpectralDense(width, classes)]
+    return _finish(layers, backward_clip)
