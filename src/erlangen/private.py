@@ -102,6 +102,10 @@ class PrivateTraining:
         sigma = calibrated(
             target_epsilon, delta, rate, steps, method=method, make_event=lambda s: self.mechanism.event(s)  # type: ignore[arg-type]
         )
+        self.set_noise_multiplier(sigma)
+
+    def set_noise_multiplier(self, sigma: float) -> None:
+        """Settle σ before the first step."""
         self.mechanism.noise_multiplier = sigma
         self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
         self._event = None

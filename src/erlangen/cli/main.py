@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
 import typer
 
 import erlangen
-from erlangen.cli import reproduce, train
+from erlangen.cli import accounting, reproduce, train
 
 app = typer.Typer(
     name="erlangen",
@@ -34,10 +33,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 train.register(app)
 reproduce.register(app)
-if importlib.util.find_spec("erlangen.cli.accounting") is not None:
-    from erlangen.cli import accounting
-
-    accounting.register(app)
+accounting.register(app)
 
 
 def main() -> None:
@@ -49,7 +45,7 @@ def main() -> None:
     except (ValueError, TypeError) as error:  # the user's values: configuration, data, models
         _fail(error, 2)
     except Exception as error:
-        _fail(error, 1)
+        _fail(error, 130 if type(error).__name__ == "Interrupted" else 1)
 
 
 def _fail(error: Exception, code: int) -> None:

@@ -53,6 +53,8 @@ class Session:
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id)
         self.step_count = 0
+        #: statistics of private records outside any mechanism: empty unless asked for, and listed in the result
+        self.non_private: dict[str, float] = {}
 
     # -- building -------------------------------------------------------------------------------------------------
 
@@ -111,8 +113,11 @@ class Session:
             here, moves = moves[: len(rows) * config.views], moves[len(rows) * config.views :]
             index = rows.to(self.device)
             x = views(self.x[index], config.views, config.augment, here)
-            F.cross_entropy(self.model(x), self.y[index].repeat_interleave(config.views)).backward()
+            loss = F.cross_entropy(self.model(x), self.y[index].repeat_interleave(config.views))
+            loss.backward()
             self.optimizer.step()
+            if config.non_private:
+                self.non_private["train_loss"] = float(loss.detach())
         self.optimizer.zero_grad()
         self.scheduler.step()
         if self.ema is not None:
@@ -165,6 +170,7 @@ class Session:
             self.ema.load_state_dict(state["ema"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None]})
+        self.training.set_noise_multiplier(float(state["noise_multiplier"]))
         self.training.mechanism.load_state_dict(state["mechanism"])
         self.sampler.load_state_dict(state["sampler"])
 
