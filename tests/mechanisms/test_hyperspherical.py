@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from erlangen.mechanisms.hyperspherical import angle_difference, from_spherical, to_paper, to_spherical
+from erlangen.mechanisms import hyperspherical
+from erlangen.mechanisms.hyperspherical import (
+    angle_blocks,
+    angle_difference,
+    canonical,
+    from_spherical,
+    to_paper,
+    to_spherical,
+)
 
 
 def paper_inverse(radius: float, theta: torch.Tensor) -> torch.Tensor:
@@ -87,6 +95,33 @@ def test_batches_are_rows():
     torch.testing.assert_close(phi[1, 2], one[1])
     with pytest.raises(ValueError, match="d ≥ 2"):
         to_spherical(torch.ones(1))
+
+
+@pytest.mark.parametrize("widths", [(2,), (1, 1), (1, 5, 1), (7, 1, 30), (3, 2, 40, 1, 1), (5000, 3000)])
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_blocks_of_columns_are_the_whole_conversion(widths, block, monkeypatch):
+    """Whatever the parts and the block size; with zeros, and with large and small angles."""
+    monkeypatch.setitem(hyperspherical.BLOCK, "cpu", block * 4 if sum(widths) < 100 else 1 << 12)
+    g = torch.randn(4, sum(widths)) * torch.tensor([[1.0], [1e20], [1e-20], [0.0]])
+    g[0, ::3] = 0.0
+    _, want = to_spherical(g)
+    got, seen = torch.full_like(want, math.nan), 0
+    for columns, phi in angle_blocks(g.split(widths, 1), g.norm(dim=1).nan_to_num(posinf=1e20)):
+        got[:, columns] = phi.flip(1)
+        seen += phi.shape[1]
+    assert seen == want.shape[1]
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7)
+
+
+def test_canonical_angles_are_the_same_direction():
+    phi = torch.tensor([0.3, -1.2, 0.1, 7.0], dtype=torch.float64)
+    for shift in (0.0, 2.0):
+        moved = phi + torch.tensor([shift, 0, 0, 0], dtype=torch.float64)
+        inside = canonical(moved)
+        assert float(inside[:-1].abs().max()) <= math.pi / 2
+        assert abs(float(inside[-1])) <= math.pi
+        one = torch.ones((), dtype=torch.float64)
+        torch.testing.assert_close(from_spherical(one, inside), from_spherical(one, moved))
 
 
 def test_the_last_angle_goes_the_short_way_round():

@@ -62,6 +62,10 @@ class PerSampleGradients:
     def dense(self, name: str) -> Tensor:
         return self._pieces[name].dense() * self._factor
 
+    def directions(self, name: str) -> Tensor:
+        """`dense` up to a positive factor that all owners and parameters share: for what only depends on directions."""
+        return self._pieces[name].dense()
+
     def without(self, bad: Tensor) -> PerSampleGradients:
         """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
         pieces = {name: piece.zero(bad) for name, piece in self._pieces.items()}

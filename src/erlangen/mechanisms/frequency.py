@@ -26,6 +26,9 @@ ORDERS = ("filter-first", "clip-first")
 # Largest transform done as a matrix product: tiny FFTs over many kernels are slower.
 MATRIX_SIZE = 256
 
+# Inner dimension that small kernels are packed to.
+PACKED_SIZE = 36
+
 # How much of ‖g‖ counts beside ‖P g‖; see `Fourier.weight`.
 GUARD = 1.0 / 16.0
 
@@ -77,6 +80,16 @@ def check_symmetric(name: str, mask: Tensor) -> None:
         raise ValueError(f"the mask of {name!r} keeps no frequency at all; drop the parameter from training instead")
 
 
+def packing(kernels: int, size: int) -> int:
+    """How many small kernels share one row of a matrix product: tiny inner dimensions waste the machine."""
+    return next(r for r in range(max(1, min(kernels, PACKED_SIZE // size)), 0, -1) if kernels % r == 0)
+
+
+def _scales(mask: Tensor) -> Tensor:
+    """(P + κ²I)^½ on Hartley coordinates."""
+    return torch.where(mask, math.sqrt(1 + GUARD**2), GUARD).double()
+
+
 class Fourier(Geometry):
     """T = P·H: Hartley coordinates of the frequencies that are kept. Unitary when all are.
 
@@ -107,7 +120,7 @@ class Fourier(Geometry):
             if unknown:
                 raise ValueError(f"{what} names {unknown}, which are not trained; the parameters are {sorted(shapes)}")
         self.shapes = dict(shapes)
-        self._scaled: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._matrices: dict[tuple[str, str, int, torch.dtype, torch.device], Tensor] = {}
         for name, shape in shapes.items():
             axes = self._axes.get(name, tuple(range(2, len(shape))))
             if any(not -len(shape) <= a < len(shape) for a in axes) or len({a % len(shape) for a in axes}) < len(axes):
@@ -141,51 +154,51 @@ class Fourier(Geometry):
 
     def _guarded(self, name: str, g: Tensor) -> Tensor:
         g = g.to(accumulate_dtype(g))
+        if self._as_matrix(name):
+            size = self.mask[name].numel()
+            pack = packing(g[0].numel() // size, size)
+            return g.reshape(g.shape[0], -1, pack * size) @ self._matrix(name, g, "guarded", pack)
         dims = self.dims[name]
-        if dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE:
-            return g.flatten(g.ndim - len(dims)) @ self._matrix(name, g)
-        return self._spread(name, hartley(g, dims), self._scales(name).to(g))
+        over = _scales(self.mask[name]).to(g)
+        shape = [over.shape[dims.index(k - g.ndim)] if k - g.ndim in dims else 1 for k in range(g.ndim)]
+        return hartley(g, dims) * over.view(shape)
 
-    def _scales(self, name: str) -> Tensor:
-        return torch.where(self.mask[name], math.sqrt(1 + GUARD**2), GUARD).double()
+    def _as_matrix(self, name: str) -> bool:
+        """Whether the transformed axes are the last ones, and few enough entries for a matrix product."""
+        dims = self.dims[name]
+        return dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE
 
-    def _matrix(self, name: str, like: Tensor) -> Tensor:
-        """H·diag(s), the guarded transform as a matrix acting from the right."""
-        key = (name, like.dtype, like.device)
-        if key not in self._scaled:
+    def _matrix(self, name: str, like: Tensor, kind: str, pack: int = 1) -> Tensor:
+        """H acting from the right on flattened axes: its kept columns, or all of them scaled for the guarded norm."""
+        key = (name, kind, pack, like.dtype, like.device)
+        if key not in self._matrices:
             mask = self.mask[name]
             units = torch.eye(mask.numel(), dtype=torch.float64).view(-1, *mask.shape)
-            rows = hartley(units, tuple(range(1, units.ndim))).flatten(1) * self._scales(name).flatten()
-            self._scaled[key] = rows.to(like)
-        return self._scaled[key]
-
-    def _spread(self, name: str, g: Tensor, over: Tensor) -> Tensor:
-        """g ∘ over, with ``over`` shaped like the transformed axes."""
-        shape, sizes = [1] * g.ndim, iter(over.shape)
-        for d in self.dims[name]:
-            shape[d] = next(sizes)
-        return g * over.view(shape)
+            h = hartley(units, tuple(range(1, units.ndim))).flatten(1)
+            h = h * _scales(mask).flatten() if kind == "guarded" else h[:, mask.flatten()]
+            self._matrices[key] = torch.block_diag(*[h] * pack).to(like)
+        return self._matrices[key]
 
     def forward(self, name: str, g: Tensor) -> Tensor:
         """The kept coordinates, [..., K] with the transformed axes last and flattened."""
-        if not self.dims[name]:
-            return g
-        h = self._last(name, hartley(g, self.dims[name]))
-        return h.flatten(h.ndim - len(self.dims[name]))[..., self.mask[name].flatten().to(g.device)]
-
-    def inverse(self, name: str, c: Tensor) -> Tensor:
         dims = self.dims[name]
         if not dims:
+            return g
+        if self._as_matrix(name):
+            return g.flatten(g.ndim - len(dims)) @ self._matrix(name, g, "kept")
+        h = torch.movedim(hartley(g, dims), list(dims), list(range(-len(dims), 0)))
+        return h.flatten(h.ndim - len(dims))[..., self.mask[name].flatten().to(g.device)]
+
+    def inverse(self, name: str, c: Tensor) -> Tensor:
+        dims, mask = self.dims[name], self.mask[name]
+        if not dims:
             return c
-        mask = self.mask[name]
+        if self._as_matrix(name):
+            return (c @ self._matrix(name, c, "kept").T).unflatten(-1, mask.shape)
         h = c.new_zeros(*c.shape[:-1], mask.numel())
         h[..., mask.flatten().to(c.device)] = c
-        h = h.view(*c.shape[:-1], *mask.shape)
-        return hartley(torch.movedim(h, list(range(-len(dims), 0)), list(dims)), dims)
-
-    def _last(self, name: str, g: Tensor) -> Tensor:
-        dims = self.dims[name]
-        return torch.movedim(g, list(dims), list(range(-len(dims), 0)))
+        h = torch.movedim(h.unflatten(-1, mask.shape), list(range(-len(dims), 0)), list(dims))
+        return hartley(h, dims)
 
     def energy(self, name: str, like: Tensor) -> Tensor | float:
         """diag(P): constant, because P commutes with shifts."""

@@ -27,7 +27,7 @@ from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
 from erlangen.mechanisms.clipping import AdaptiveQuantile, ClippingRule, Flat, PerLayer
 from erlangen.mechanisms.encoding import decode, encode
 from erlangen.mechanisms.gaussian import GaussianMechanism, finite
-from erlangen.mechanisms.hyperspherical import angle_difference, from_spherical, to_spherical
+from erlangen.mechanisms.hyperspherical import angle_blocks, angle_difference, canonical, from_spherical, to_spherical
 from erlangen.mechanisms.noise import NoiseSource
 from erlangen.mechanisms.spectral import known_options
 
@@ -39,9 +39,6 @@ MAGNITUDES = ("norms", "scaled")
 
 # Gradients shorter than this have no direction: their squares would lose precision in float32.
 SHORTEST = 1e-12
-
-# Entries of per-sample gradients converted to angles at a time.
-CHUNK = 1 << 21
 
 REGION = (
     "GeoDP as published noises the angles of the *averaged* gradient as if one record could move them by √(d+2)·βπ/B. "
@@ -260,26 +257,22 @@ class Angles(Direction):
             raise ValueError(
                 f"angles need every parameter's gradient; {sorted(set(self.shapes) - set(names))} had none"
             )
-        each = [gradients.dense(name).flatten(1) for name in names]
-        limit = torch.full_like(self._angles, self.beta * math.pi / 2)
-        limit[-1] *= 2
-        limit *= self.clipping.safe_bound(limit, 1.0)
-        rows = max(1, CHUNK // self.dimension)
-        for k in range(0, gradients.owners, rows):
-            part = torch.cat([g[k : k + rows] for g in each], 1)
-            difference = angle_difference(to_spherical(part)[1], self._reference.to(part))
-            clipped = torch.minimum(torch.maximum(difference, -limit), limit)
-            self._angles += torch.where(has_direction[k : k + rows, None], clipped, 0.0).sum(0)
+        each = [gradients.directions(name).flatten(1) for name in names]
+        limit = self.clipping.safe_bound(self._angles, self.beta * math.pi / 2)
+        counts, last = has_direction.to(self._angles), slice(-1, None)
+        for columns, phi in angle_blocks(each, torch.where(has_direction, norms, 0.0)):
+            difference = angle_difference if columns == last else torch.sub
+            bound = 2 * limit if columns == last else limit
+            clipped = difference(phi, self._reference[columns].flip(0).to(phi)).clamp_(-bound, bound)
+            self._angles[columns] += (counts @ clipped.to(counts.dtype)).flip(0)
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()
         angles = self.noise.perturb(self._angles, self.direction_std * self.angle_sensitivity)
         m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()
         m = self.noise.perturb(m, self.magnitude_std).clamp(min=0.0)
-        direction = from_spherical(
-            torch.ones((), device=angles.device), self._reference.to(angles) + angles / expected_batch
-        )
-        self._reference = to_spherical(direction)[1]
+        self._reference = canonical(self._reference.to(angles) + angles / expected_batch)
+        direction = from_spherical(torch.ones((), device=angles.device), self._reference)
         self._angles = torch.zeros_like(self._angles)
         self._reset()
         return self._split(direction * (float(m) / expected_batch))

@@ -4,31 +4,84 @@ GeoDP's Eq. 25 has angles θ_z = atan2(R_{z+1}, g_z), R_z = ‖(g_z, …, g_d)�
 where a float32 resolves 1e-7. The complementary angles φ_z = π/2 − θ_z = atan2(g_z, R_{z+1}) sit at 0 instead and keep
 their relative precision. The last angle, atan2(g_d, g_{d−1}), is the paper's own.
 
-Forwards, R² is a reversed cumulative sum of squares in float64, of the vector divided by its largest entry. Backwards,
-Π cos φ is the exponential of a cumulative sum of logarithms, its sign the parity of the negative cosines: noise may
-have pushed an angle beyond ±π/2. Zeros are safe: atan2(0, 0) = 0.
+Forwards, R² is a reversed cumulative sum of squares in float64, of the vector divided by a number of its own size.
+Backwards, Π cos φ is the exponential of a cumulative sum of logarithms, its sign the parity of the negative cosines:
+noise may have pushed an angle beyond ±π/2. Zeros are safe: atan2(0, 0) = 0.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+# Entries worked on at a time by `angle_blocks`: temporaries that stay in a processor's cache.
+BLOCK = {"cpu": 1 << 16}
+LARGE_BLOCK = 1 << 23
 
-def to_spherical(g: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., d] → (‖g‖ [...], φ [..., d−1]), d ≥ 2, in g's precision (computed in float64)."""
+# Below this tangent three terms of the arctangent's series are exact to float32.
+SMALL = 0.05
+
+
+def to_spherical(g: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[..., d] → (‖g‖ [...], φ [..., d−1]), d ≥ 2, in g's precision; the sum of squares runs in float64.
+
+    ``scale`` [...] is any number near ‖g‖ that is already known; without it the largest entry is looked for.
+    """
     if g.shape[-1] < 2:
         raise ValueError(f"a vector of {g.shape[-1]} entries has no direction in angles; hyperspherical needs d ≥ 2")
-    scale = g.abs().amax(-1, keepdim=True).double()
-    x = g.double() / torch.where(scale > 0, scale, 1.0)
-    tail = x.square().flip(-1).cumsum_(-1).flip(-1).sqrt_()  # tail[z] = R_z
-    radius = (tail[..., 0] * scale[..., 0]).to(g.dtype)
-    phi = torch.empty(*g.shape[:-1], g.shape[-1] - 1, dtype=g.dtype, device=g.device)
-    phi[..., :-1] = torch.atan2(x[..., :-2], tail[..., 1:-1])
+    g = g.to(torch.promote_types(g.dtype, torch.float32))
+    scale = (g.abs().amax(-1) if scale is None else scale.to(g))[..., None]
+    x = g / torch.where(scale > 0, scale, 1.0)
+    squares = x.square().flip(-1).double().cumsum_(-1).flip(-1)  # R_z²
+    radius = squares[..., 0].sqrt() * scale[..., 0].double()
+    phi = torch.atan2(x[..., :-1], squares[..., 1:].to(g.dtype).sqrt_())
     phi[..., -1] = torch.atan2(x[..., -1], x[..., -2])
-    return radius, phi
+    return radius.to(g.dtype), phi
+
+
+def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The angles of n long vectors, given in parts [n, d_k], a few columns at a time and never all at once.
+
+    Yields (columns, φ of these columns [n, width]) from the last columns to the first, φ itself in *reversed* order,
+    because the radii R_z grow from the end. Together they are `to_spherical` of the concatenation. ``scale`` [n] is
+    any number near each vector's norm; vectors of ordinary size are not divided by it.
+    """
+    scale = torch.where(scale > 0, scale, 1.0)[:, None].to(parts[0])
+    ordinary = bool(((scale > 1e-12) & (scale < 1e12)).all())
+    ends = torch.cat([p[:, -2:] for p in parts], 1)[:, -2:]
+    ends = ends if ordinary else ends / scale
+    yield slice(-1, None), torch.atan2(ends[:, 1:], ends[:, :1])
+    carry, left, stop = ends.double().square().sum(1), 2, sum(p.shape[1] for p in parts) - 2
+    width = max(1, BLOCK.get(parts[0].device.type, LARGE_BLOCK) // max(1, parts[0].shape[0]))
+    for part in reversed(parts):
+        skip = min(left, part.shape[1])  # the last two columns are done
+        left -= skip
+        for high in range(part.shape[1] - skip, 0, -width):
+            low = max(0, high - width)
+            x = part[:, low:high] if ordinary else part[:, low:high] / scale
+            x = x.flip(1)
+            tails = torch.empty(x.shape[0], x.shape[1] + 1, dtype=torch.float64, device=x.device)
+            tails[:, 0] = carry
+            tails[:, 1:].copy_(x).square_()
+            tails.cumsum_(1)  # R² of the column before: the carry and what came since
+            carry = tails[:, -1].clone()
+            yield slice(stop - (high - low), stop), _arctangent(x, tails[:, :-1].to(x.dtype).sqrt_())
+            stop -= high - low
+
+
+def _arctangent(y: Tensor, x: Tensor) -> Tensor:
+    """atan2(y, x) for x ≥ 0; by its series where all angles are small, as they are in high dimension."""
+    if y.is_cpu and y.dtype == torch.float32:
+        t = y / x
+        low, high = torch.aminmax(t)
+        if float(low) > -SMALL and float(high) < SMALL:  # False for NaN
+            q = t * t
+            series = (q * 0.2).sub_(1 / 3).mul_(q)  # −q/3 + q²/5
+            return torch.addcmul(t, t, series)
+    return torch.atan2(y, x)
 
 
 def from_spherical(radius: Tensor, phi: Tensor) -> Tensor:
@@ -42,6 +95,13 @@ def from_spherical(radius: Tensor, phi: Tensor) -> Tensor:
     last = before[..., -1:]
     g = torch.cat([before[..., :-1] * sin, last * a[..., -1:].cos(), last * a[..., -1:].sin()], -1)
     return (g * radius.double()[..., None]).to(phi.dtype)
+
+
+def canonical(phi: Tensor) -> Tensor:
+    """The same direction with every angle in its range, whatever noise did to it."""
+    if bool((phi[..., :-1].abs() <= math.pi / 2).all()):
+        return angle_difference(phi, torch.zeros_like(phi))
+    return to_spherical(from_spherical(torch.ones_like(phi[..., 0]), phi))[1]
 
 
 def to_paper(phi: Tensor) -> Tensor:
