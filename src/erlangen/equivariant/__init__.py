@@ -4,6 +4,7 @@ Layers are ordinary ``nn.Module``s on plain tensors; each declares its ``in_type
 with ``check_equivariance()``.
 """
 
+import erlangen.gradients.rules.steerable  # noqa: F401  (registers the per-sample rules of these layers)
 from erlangen.equivariant.basis import KernelBasis, pixel_basis, steerable_basis
 from erlangen.equivariant.checks import EquivarianceError, EquivarianceReport, check_equivariance, transform
 from erlangen.equivariant.conv import SteerableConv2d

@@ -67,7 +67,7 @@ class KernelBlock(ConstantsModule):
             total = rows.gather(-1, self.members.unsqueeze(-2).expand_as(rows)).sum(-3)
             return total if self.mix is None else total @ self.mix
         split = gradient.reshape(*lead, self.fields_out, self.d_out, self.fields_in, self.d_in, taps)
-        entries = split.transpose(-4, -3).reshape(*lead, self.fields_out, self.fields_in, -1)
+        entries = split.transpose(-4, -3).flatten(-3)
         return entries @ self.dense.T
 
 

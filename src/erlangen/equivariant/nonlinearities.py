@@ -47,10 +47,23 @@ class NormNonlinearity(EquivariantModule):
         self.bias = nn.Parameter(torch.zeros(len(field_type))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, self.bias)
+
+    def scaled(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The nonlinearity with a given bias per field, or with none."""
         norms = field_norms(x, self.field_of, len(self.in_type), self.eps)
-        shifted = norms if self.bias is None else norms + self.bias.view(-1, *(1,) * (x.dim() - 2))
+        shifted = norms if bias is None else norms + bias.view(-1, *(1,) * (x.dim() - 2))
         scale = torch.relu(shifted) / norms if self.function == "relu" else torch.sigmoid(shifted)
         return x * scale.index_select(1, self.field_of)
+
+    def bias_gradient(self, x: Tensor, gradient: Tensor, bias: Tensor) -> Tensor:
+        """Gradients w.r.t. ``bias`` of each row, [batch, fields]: ∂scale/∂b·⟨gradient, x⟩ per field, summed over space."""
+        norms = field_norms(x, self.field_of, len(self.in_type), self.eps)
+        shifted = norms + bias.view(-1, *(1,) * (x.dim() - 2))
+        gate = torch.sigmoid(shifted)
+        slope = (shifted > 0).to(x.dtype) / norms if self.function == "relu" else gate * (1 - gate)
+        along = torch.zeros_like(norms).index_add(1, self.field_of, gradient * x) * slope
+        return along.flatten(2).sum(2) if x.dim() > 2 else along
 
     def init_std(self) -> dict[str, Tensor]:
         return {name: torch.ones_like(parameter) for name, parameter in self.named_parameters()}

@@ -45,7 +45,11 @@ class EquivariantGroupNorm(EquivariantModule):
         self.bias = nn.Parameter(torch.zeros(len(field_type))) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.dense_affine()
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The norm with a given scale and shift per field, or with none."""
+        weight, bias = self.per_channel(weight), self.per_channel(bias)
         if not self.per_element:
             return F.group_norm(x, self.groups, weight, bias, self.eps)
         shape = x.shape
@@ -57,11 +61,13 @@ class EquivariantGroupNorm(EquivariantModule):
         extra = (1,) * (x.dim() - 2)
         return normal * weight.view(-1, *extra) + bias.view(-1, *extra)
 
+    def per_channel(self, values: Tensor | None) -> Tensor | None:
+        """[..., fields] → [..., channels]"""
+        return None if values is None else values.repeat_interleave(self.field_size, -1)
+
     def dense_affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Scale and shift of every channel."""
-        if self.weight is None or self.bias is None:
-            return None, None
-        return self.weight.repeat_interleave(self.field_size), self.bias.repeat_interleave(self.field_size)
+        return self.per_channel(self.weight), self.per_channel(self.bias)
 
     def field_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` or ``bias`` [..., fields] from those w.r.t. the dense ones [..., channels]."""
@@ -132,17 +138,30 @@ class FieldInstanceNorm(EquivariantModule):
         self.bias = nn.Parameter(torch.zeros(self.invariants.shape[1])) if affine and self.invariants.shape[1] else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The norm with a given scale per field and shift per invariant, or with none."""
         flat = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
         mean = flat.mean(-1) @ self.invariants @ self.invariants.T
         centred = flat - mean.unsqueeze(-1)
         variance = centred.square().mean(-1) @ self.spread
         scale = torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight
+        if weight is not None:
+            scale = scale * weight
         out = centred * scale.index_select(-1, self.field_of).unsqueeze(-1)
-        if self.bias is not None:
-            out = out + (self.invariants @ self.bias).unsqueeze(-1)
+        if bias is not None:
+            out = out + (self.invariants @ bias).unsqueeze(-1)
         return out.view(x.shape)
+
+    def field_gradient(self, gradient: Tensor) -> Tensor:
+        """Gradients w.r.t. ``weight`` [..., fields] from those w.r.t. a scale per channel [..., channels]."""
+        total = gradient.new_zeros(*gradient.shape[:-1], len(self.in_type))
+        return total.index_add(-1, self.field_of, gradient)
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        """Gradients w.r.t. ``bias`` from those w.r.t. a shift per channel [..., channels]."""
+        return gradient @ self.invariants
 
     def init_std(self) -> dict[str, Tensor]:
         return {name: torch.ones_like(parameter) for name, parameter in self.named_parameters()}

@@ -1,0 +1,254 @@
+"""Rules of equivariant layers against one sample at a time: every group, basis, geometry, view and precision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from erlangen.equivariant import (
+    EquivariantGroupNorm,
+    EquivariantSequential,
+    FieldInstanceNorm,
+    FourierNonlinearity,
+    NormNonlinearity,
+    Pointwise,
+    SteerableConv2d,
+    cyclic,
+    dihedral,
+    fields,
+    irrep,
+    o2,
+    regular_fields,
+    so2,
+    spectral,
+    trivial_fields,
+)
+from erlangen.gradients import RowMap
+from erlangen.gradients.attach import plan
+from erlangen.gradients.fallback import functional
+from erlangen.gradients.registry import find_rule
+from erlangen.gradients.rules.steerable import Steerable
+from erlangen.models.equivariant import c8_steerable_cnn, equivariant_resnet9
+from tests.gradients.reference import assert_same, one_by_one, recorded
+
+STRATEGIES = ("auto", "materialise", "norms-first")
+
+
+def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Every parameter away from its special initial value."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return module
+
+
+def mixed(group, frequency: int = 2):
+    """A type whose kinds of fields interleave, so that channels are not sorted by kind."""
+    a, b = spectral(group, 1), spectral(group, frequency)
+    return fields(a, 1) + fields(b, 1) + fields(a, 1)
+
+
+G4, D4, C8 = cyclic(4), dihedral(4), cyclic(8)
+CASES = {
+    "C4 regular": lambda: (regular_fields(G4, 2), SteerableConv2d(regular_fields(G4, 2), regular_fields(G4, 3), 3)),
+    "C8 5x5 padded": lambda: (
+        regular_fields(C8, 1), SteerableConv2d(regular_fields(C8, 1), regular_fields(C8, 2), 5, padding=2)
+    ),
+    "D4 standardised": lambda: (
+        regular_fields(D4, 2),
+        SteerableConv2d(regular_fields(D4, 2), regular_fields(D4, 1), 3, padding=1, standardise=True, cutoff=3.0),
+    ),
+    "D4 pixel": lambda: (
+        regular_fields(D4, 1),
+        SteerableConv2d(regular_fields(D4, 1), regular_fields(D4, 2), 3, basis="pixel", standardise=True),
+    ),
+    "strided, dilated": lambda: (
+        trivial_fields(G4, 2), SteerableConv2d(trivial_fields(G4, 2), regular_fields(G4, 1), 3, stride=2, dilation=2)
+    ),
+    "grouped": lambda: (
+        regular_fields(G4, 4), SteerableConv2d(regular_fields(G4, 4), regular_fields(G4, 2), 3, groups=2)
+    ),
+    "circular padding": lambda: (
+        trivial_fields(G4, 2),
+        SteerableConv2d(trivial_fields(G4, 2), regular_fields(G4, 2), 3, padding=1, padding_mode="circular"),
+    ),
+    "SO(2) interleaved": lambda: (mixed(so2()), SteerableConv2d(mixed(so2()), mixed(so2(), 3), 5)),
+    "O(2)": lambda: (mixed(o2()), SteerableConv2d(mixed(o2()), mixed(o2()), 3, bias=False)),
+    "group norm": lambda: (regular_fields(C8, 4), EquivariantGroupNorm(regular_fields(C8, 4), 2)),
+    "group norm per element": lambda: (
+        regular_fields(G4, 4), EquivariantGroupNorm(regular_fields(G4, 4), 2, per_element=True)
+    ),
+    "instance norm": lambda: (mixed(so2()), FieldInstanceNorm(mixed(so2()))),
+    "instance norm without invariants": lambda: (
+        fields(irrep(so2(), 1), 2), FieldInstanceNorm(fields(irrep(so2(), 1), 2))
+    ),
+    "norm relu": lambda: (mixed(so2()), NormNonlinearity(mixed(so2()))),
+    "norm sigmoid": lambda: (mixed(o2()), NormNonlinearity(mixed(o2()), "sigmoid")),
+    "Fourier": lambda: (
+        fields(spectral(so2(), 2), 1),
+        EquivariantSequential(
+            SteerableConv2d(fields(spectral(so2(), 2), 1), fields(spectral(so2(), 2), 1), 3),
+            FourierNonlinearity(so2(), 2, 1, nn.Mish()),
+        ),
+    ),
+}  # fmt: skip
+
+
+def build(case: str, dtype: torch.dtype, rows: int = 3, size: int = 7):
+    torch.manual_seed(0)
+    in_type, module = CASES[case]()
+    return randomise(module.to(dtype)), torch.randn(rows, in_type.size, size, size, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rules_agree_with_one_sample_at_a_time(case, strategy):
+    module, x = build(case, torch.float64)
+    assert all(rule is not functional for _, _, rule in plan(module)), "the fallback would hide a missing rule"
+    assert_same(recorded(module, (x,), strategy=strategy), one_by_one(module, (x,)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_single_precision(case):
+    module, x = build(case, torch.float32)
+    assert_same(recorded(module, (x,)), one_by_one(module, (x,)), torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", ("auto", "norms-first"))
+def test_views_of_an_owner_are_averaged_before_anything_else(case, strategy):
+    module, x = build(case, torch.float64, rows=6)
+    alone = one_by_one(module, (x,))
+    want = {name: g.unflatten(0, (2, 3)).mean(1) for name, g in alone.items()}
+    assert_same(recorded(module, (x,), rows=RowMap.regular(2, 3), strategy=strategy), want)
+    owner = torch.tensor([4, 9, -1, 4, 9, 4])
+    want = {name: torch.stack([g[owner == k].mean(0) for k in (4, 9)]) for name, g in alone.items()}
+    assert_same(recorded(module, (x,), rows=RowMap.of(owner), strategy=strategy), want)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    order=st.integers(1, 6),
+    flip=st.booleans(),
+    counts=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    size=st.sampled_from([1, 3, 5]),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    standardise=st.booleans(),
+    rows=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(order, flip, counts, size, stride, padding, standardise, rows, seed):
+    torch.manual_seed(seed)
+    group = dihedral(order) if flip else cyclic(order)
+    types = [regular_fields(group, count) for count in counts]
+    conv = SteerableConv2d(*types, size, stride=stride, padding=padding, standardise=standardise).double()
+    x = torch.randn(rows, types[0].size, 6, 6, dtype=torch.float64)
+    got = recorded(randomise(conv, seed), (x,))
+    assert got.owners == rows
+    if rows:
+        assert_same(got, one_by_one(conv, (x,)))
+    else:
+        assert got.weighted_sum({n: torch.zeros(0) for n in got.names})["weight"].abs().max() == 0
+
+
+@pytest.mark.parametrize("network", ["c8", "d4", "so2"])
+def test_whole_networks(network):
+    torch.manual_seed(1)
+    module = {
+        "c8": lambda: c8_steerable_cnn(field_counts=(1, 2), kernel_size=3),
+        "d4": lambda: equivariant_resnet9(in_channels=1, layout=(4, 4, 8), scale_norm=True),
+        "so2": lambda: equivariant_resnet9(in_channels=1, group="SO2", layout=(2, 2, 2), frequency=1),
+    }[network]()
+    module = randomise(module.double())
+    x = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    assert all(rule is not functional for _, _, rule in plan(module))
+    assert_same(recorded(module, (x,)), one_by_one(module, (x,)))
+
+
+def test_a_pullback_without_the_standardisation_is_caught():
+    """The broken twin: the adjoint of the expansion alone, as if the kernel were linear in θ."""
+    module, x = build("D4 standardised", torch.float64)
+    want = one_by_one(module, (x,))
+    module.coefficient_gradient = module.expansion.pullback
+    with pytest.raises(AssertionError):
+        assert_same(recorded(module, (x,)), want)
+
+
+def test_pieces_stay_factored_and_chunks_join():
+    module, x = build("C8 5x5 padded", torch.float64, rows=5)
+    piece = recorded(module, (x,), strategy="norms-first")._pieces["weight"]
+    assert isinstance(piece, Steerable)
+    piece.conv.chunks = lambda: [piece.conv.__class__(a, d, 1, piece.conv.shape, piece.conv.geometry)
+                                 for a, d in zip(piece.conv.x.split(2), piece.conv.d.split(2), strict=True)]
+    assert len(piece.chunks()) == 3
+    torch.testing.assert_close(piece.dense() * 5, one_by_one(module, (x,))["weight"], rtol=1e-10, atol=1e-10)
+
+
+def test_an_owner_set_to_zero_contributes_nothing():
+    module, x = build("C4 regular", torch.float64)
+    x[1] = float("nan")
+    clean = recorded(module, (x,), strategy="norms-first").without(torch.tensor([False, True, False]))
+    assert torch.isfinite(clean.dense("weight")).all()
+    assert clean.norms_squared()["weight"][1] == 0
+
+
+def test_half_precision_activations_give_gradients_in_the_precision_of_the_parameters():
+    module, x = build("D4 standardised", torch.float32)
+    want = one_by_one(module, (x,))
+    from erlangen.gradients import Tape, attach, detach
+    tape = Tape(dict(module.named_parameters()), "sum")
+    attach(module, tape)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    c = torch.randn(out.shape[1:], generator=generator)
+    (out.float() * c + 0.1 * out.float().square()).sum().backward()
+    got = tape.gradients()
+    detach(module)
+    assert got.dense("weight").dtype == torch.float32
+    for name, g in want.items():
+        assert (got.dense(name) - g).norm() / g.norm() < 0.03
+
+
+def test_the_engine_does_not_load_the_equivariant_package():
+    code = (
+        "import sys, erlangen, erlangen.engine; from erlangen.gradients.registry import registered; registered();"
+        "assert not [m for m in sys.modules if m.startswith('erlangen.equivariant')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pointwise_parameters_have_the_rule_of_their_function():
+    field_type = trivial_fields(G4, 3)
+    module = Pointwise(field_type, nn.PReLU(3)).double()
+    x = torch.randn(3, 3, 4, 4, dtype=torch.float64)
+    assert find_rule(module) is None
+    assert_same(recorded(module, (x,)), one_by_one(module, (x,)))
+
+
+def test_escnn_modules_train_privately_too():
+    escnn = pytest.importorskip("escnn")
+    space = escnn.gspaces.rot2dOnR2(4)
+    a = escnn.nn.FieldType(space, [space.trivial_repr])
+    b = escnn.nn.FieldType(space, [space.regular_repr] * 2)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = escnn.nn.R2Conv(a, b, 3)
+
+        def forward(self, x):
+            return self.conv(escnn.nn.GeometricTensor(x, a)).tensor
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(2, 1, 7, 7)
+    assert_same(recorded(net, (x,)), one_by_one(net, (x,)), torch.float32)
