@@ -34,7 +34,8 @@ def test_noise_is_enough_and_tight(target, delta, q, steps):
     assert cost(q, sigma / 1.001, steps, delta) > target
 
 
-@settings(max_examples=3, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
 @given(target=st.floats(0.3, 6.0), q=st.floats(0.01, 0.5), steps=st.integers(1, 300))
 def test_calibration_round_trip(target, q, steps):
     sigma = acc.noise_multiplier(target, 1e-5, q, steps)

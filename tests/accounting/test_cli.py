@@ -125,12 +125,27 @@ def test_verify(call, run_folder):
     call("inspect", path, code=1)
 
 
+def test_sign(call, run_folder, tmp_path):
+    pytest.importorskip("cryptography")
+    path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
+    key = tmp_path / "key.pem"
+    public = call("sign", path, "--key", key, "--new-key", "--json")["public_key"]
+    assert call("verify", path, "--public-key", public, "--json")["valid"]
+    call("verify", path, "--public-key", "00" * 32, code=1)
+    call("sign", path, "--key", key, "--new-key", code=1)  # never replaces a key
+    call("sign", path, "--key", tmp_path / "nowhere.pem", code=1)
+    path.write_text(path.read_text().replace('"sampler": null', '"sampler": "Poisson"'))
+    call("verify", path, code=1)
+    call("sign", path, "--key", key, code=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (["account"], 2),
         (["account", "--steps", "3"], 2),
         (["account", "x", "--steps", "3"], 2),
+        (["account", "x", "--repeat-mean", "3"], 2),
         (["account", "--sample-rate", "2", "--noise-multiplier", "1", "--steps", "3"], 2),
         (["account", "--sample-rate", "nan", "--noise-multiplier", "1", "--steps", "3"], 2),
         (["account", "--sample-rate", "0.1", "--noise-multiplier", "-1", "--steps", "3"], 2),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from . import certificate, metrics, signing
 from .accountant import Accountant, from_opacus
+from .attacker import gdp_mu, tradeoff
 from .budget import Budget
 from .calibrate import max_steps, noise_multiplier
 from .certificate_check import verify
 from .compose import Spent, compose_runs, ledger_path
-from .epsilon import AccountingError, Method, Neighbouring, delta, epsilon, gdp_mu, tradeoff
+from .epsilon import AccountingError, Method, Neighbouring, delta, epsilon
 from .events import (
     EventError,
     composed,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import strict_json
-from .epsilon import AccountingError, Neighbouring, epsilon, gdp_mu, tradeoff
+from .attacker import gdp_mu, tradeoff
+from .epsilon import AccountingError, Neighbouring, epsilon
 from .events import EventError
 from .ledger_format import Book
 from .normal import normalise
@@ -158,13 +159,13 @@ def software() -> dict[str, str]:
     return out
 
 
-def save(certificate: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
-    """Write `certificate.json` and `certificate.md` into `folder`; returns the path of the first."""
+def save(certificate: Mapping[str, Any], folder: str | os.PathLike[str], name: str = "certificate.json") -> Path:
+    """Write `certificate.json` and, for people, `certificate.md` into `folder`; returns the path of the first."""
     import json
 
     from .certificate_text import markdown
 
-    target = Path(folder) / "certificate.json"
+    target = Path(folder) / name
     _replace(target, json.dumps(certificate, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _replace(target.with_suffix(".md"), markdown(certificate))
     return target

@@ -1,4 +1,4 @@
-"""What it cost: (ε, δ), the best attacker's power and the equivalent Gaussian, from events.
+"""What it cost: (ε, δ) from events.
 
 Two accountants, both from `dp_accounting`: PLD (the default: the composed privacy-loss distribution, discretised
 upwards, so that ε is an upper bound tight to about 0.1 %) and RDP (looser, and the only one that knows
@@ -46,7 +46,7 @@ def epsilon(
 ) -> float:
     """Smallest ε the accountant proves at `delta` for an event, or for (event, count) pairs. Cached.
 
-    Never negative, never NaN; ∞ exactly when some event is non-private.
+    Never negative, never NaN; ∞ exactly when some event is non-private (or has a noise multiplier below 0.001).
     """
     _check(delta, method, neighbouring)
     normal = normalise(events)
@@ -67,35 +67,6 @@ def delta(
         return 0.0
     value = 0.0 if epsilon == math.inf else _curve(normal, method, neighbouring).delta(float(epsilon))
     return _sane("delta", min(float(value), 1.0), normal)
-
-
-def tradeoff(events: Events, fpr: float, neighbouring: Neighbouring = "add-or-remove-one") -> float:
-    """Largest true-positive rate of any attacker whose false-positive rate is at most `fpr`.
-
-    The attacker knows everything but whether one unit's data was used. From the hockey-stick curve δ(ε) of the PLD,
-    taken as the larger of the two neighbour directions, so that it bounds attackers of either direction:
-
-        TPR ≤ min over ε ≥ 0 of  e^ε·FPR + δ(ε)  and  1 − e^(−ε)(1 − FPR − δ(ε)).
-    """
-    _check(0.5, "pld", neighbouring)
-    if not 0 <= fpr <= 1:
-        raise AccountingError(f"fpr = {fpr} is not a rate between 0 and 1")
-    normal = normalise(events)
-    if normal is None:
-        return 1.0
-    if not normal:
-        return float(fpr)
-    return _tradeoff(normal, float(fpr), neighbouring)
-
-
-def gdp_mu(events: Events, delta: float, neighbouring: Neighbouring = "add-or-remove-one") -> float:
-    """μ of the Gaussian mechanism (sensitivity / noise std) whose ε at `delta` is that of the events by PLD."""
-    value = epsilon(events, delta, "pld", neighbouring)
-    if value == math.inf:
-        return math.inf
-    if not normalise(events):
-        return 0.0
-    return _mu_of(value, float(delta))
 
 
 # --- the two accountants -------------------------------------------------------------------------------------------
@@ -122,6 +93,11 @@ def _epsilon(normal: Normal, delta: float, method: Method, neighbouring: Neighbo
         value = float(_curve(normal, method, neighbouring).epsilon(delta))
     except (ArithmeticError, MemoryError):
         value = math.nan
+    if method == "rdp" and value == 0 and _zero_is_doubtful(normal, delta):
+        raise AccountingError(
+            f"the RDP accountant rounds epsilon to 0 for {normal!r:.200}; the releases are too many and too small for "
+            "its arithmetic: use method='pld'"
+        )
     return _sane("epsilon", value, normal)
 
 
@@ -244,6 +220,22 @@ def _shape(event: Any) -> tuple[float, float, bool]:
     return q, event.noise_multiplier, isinstance(event, GaussianDpEvent)
 
 
+def _zero_is_doubtful(normal: Normal, delta: float) -> bool:
+    """Whether ε = 0 contradicts the central limit: δ(0) ≈ μ/√(2π) with μ² = Σ n q² (e^(1/σ²) − 1).
+
+    The RDP accountant returns 0 when a divergence below its rounding error comes out negative.
+    """
+    square = 0.0
+    for event, count in normal:
+        try:
+            q, sigma, gaussian = _shape(event)
+        except AccountingError:
+            continue
+        if gaussian:
+            square += count * q * q * math.expm1(min(sigma**-2, 50.0))
+    return math.sqrt(square / (2 * math.pi)) > 2 * delta
+
+
 def _replace_one(normal: Normal, method: Method) -> Normal:
     """Rewrite plain Gaussians for replace-one: the sum moves by up to 2C, so the multiplier is σ/2.
 
@@ -262,56 +254,6 @@ def _replace_one(normal: Normal, method: Method) -> Normal:
     if method == "rdp" or not gaussian:
         raise _unsupported(normal, method, "replace-one")
     return normal
-
-
-@lru_cache(maxsize=1024)
-def _tradeoff(normal: Normal, fpr: float, neighbouring: Neighbouring) -> float:
-    curve = _curve(normal, "pld", neighbouring)
-    # Both bounds are convex (in e^ε and e^−ε): a golden-section search finds the least, and any ε gives a valid bound.
-    # Beyond the ε at which δ is negligible neither bound improves.
-    top = max(curve.epsilon(1e-10), 1e-6)
-    below = _minimise(lambda e: math.exp(min(e, 700.0)) * fpr + float(curve.delta(e)), top)
-    above = _minimise(lambda e: 1 - math.exp(-e) * (1 - fpr - float(curve.delta(e))), top)
-    return float(min(1.0, max(min(below, above), fpr)))
-
-
-def _minimise(f: Callable[[float], float], top: float, iterations: int = 60) -> float:
-    """Least value found of a unimodal `f` on [0, top]."""
-    golden = (math.sqrt(5) - 1) / 2
-    low, high = 0.0, top
-    best = min(f(low), f(high))
-    a, b = high - golden * (high - low), low + golden * (high - low)
-    fa, fb = f(a), f(b)
-    for _ in range(iterations):
-        best = min(best, fa, fb)
-        if fa < fb:
-            high, b, fb = b, a, fa
-            a = high - golden * (high - low)
-            fa = f(a)
-        else:
-            low, a, fa = a, b, fb
-            b = low + golden * (high - low)
-            fb = f(b)
-        if high - low < 1e-7 * max(1.0, top):
-            break
-    return min(best, fa, fb)
-
-
-@lru_cache(maxsize=1024)
-def _mu_of(eps: float, delta: float) -> float:
-    """μ with δ_μ(ε) = δ: the curve rises with μ, so bisect, keeping the larger end."""
-    low, high = 0.0, 1.0
-    while _gaussian(1 / high).delta(eps) < delta:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        if _gaussian(1 / middle).delta(eps) < delta:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

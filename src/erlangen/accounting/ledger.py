@@ -100,6 +100,7 @@ class Ledger:
             _refuse_existing(target)
             _write_new(copy_path(target), line)
             _write_new(target, line)
+            _sync_folder(target.parent.resolve().parent)  # the run folder may be new, too
             return cls(target, book, lock)
         except OSError as error:
             lock.close()
@@ -327,7 +328,12 @@ def _write_new(path: Path, data: bytes) -> None:
     finally:
         os.close(file)
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

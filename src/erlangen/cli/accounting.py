@@ -1,4 +1,4 @@
-"""`erlangen account`, `calibrate`, `verify`, `inspect`: parse, call `erlangen.accounting`, print.
+"""`erlangen account`, `calibrate`, `verify`, `inspect`, `sign`: parse, call `erlangen.accounting`, print.
 
 `--json` prints exactly one JSON object on stdout. Exit code 2 for misuse, 1 for failure; errors go to stderr.
 """
@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     app.command("calibrate")(calibrate)
     app.command("verify")(verify)
     app.command("inspect")(inspect)
+    app.command("sign")(sign)
 
 
 class _Misuse(Exception):
@@ -82,6 +83,8 @@ def account(
     if bool(runs) + bool(present) + (opacus_history is not None) != 1:
         raise _Misuse("name run folders, or give --sample-rate, --noise-multiplier and --steps, or --opacus-history")
     if runs:
+        if repeat_mean is not None:
+            raise _Misuse("--repeat-mean prices a search that is still to be run; the ledgers of runs are added up")
         _print(_account_runs(runs, delta, single_copy), as_json, _show_runs)
         return
     if opacus_history is not None:
@@ -175,6 +178,25 @@ def inspect(
         "steps": book.steps,
     }
     _print(result, as_json, _show_ledger)
+
+
+@_guarded
+def sign(
+    file: Path = typer.Argument(..., help="certificate.json"),
+    key: Path = typer.Option(..., help="Ed25519 private key (PEM)."),
+    new_key: bool = typer.Option(False, "--new-key", help="Make the key first; an existing file is never replaced."),
+    as_json: bool = JSON,
+) -> None:
+    """Sign a certificate that verifies, so that later changes can be detected."""
+    problems = acc.verify(file)
+    if problems:
+        raise acc.LedgerError(f"{file} does not verify, so it is not signed: {problems[0]}")
+    if new_key:
+        acc.signing.generate_key(key)
+    signed = acc.signing.sign(acc.certificate.load(file), key)
+    acc.certificate.save(signed, file.parent, file.name)
+    public = signed["signature"]["public_key"]
+    _print({"file": str(file), "public_key": public}, as_json, lambda r: print(f"{file}: signed by {public}"))
 
 
 # --- results -------------------------------------------------------------------------------------------------------
