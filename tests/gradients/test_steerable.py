@@ -122,7 +122,7 @@ def test_single_precision(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", ("auto", "norms-first"))
+@pytest.mark.parametrize("strategy", ["auto", "norms-first"])
 def test_views_of_an_owner_are_averaged_before_anything_else(case, strategy):
     module, x = build(case, torch.float64, rows=6)
     alone = one_by_one(module, (x,))

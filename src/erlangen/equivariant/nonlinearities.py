@@ -57,7 +57,7 @@ class NormNonlinearity(EquivariantModule):
         return x * scale.index_select(1, self.field_of)
 
     def bias_gradient(self, x: Tensor, gradient: Tensor, bias: Tensor) -> Tensor:
-        """Gradients w.r.t. ``bias`` of each row, [batch, fields]: ∂scale/∂b·⟨gradient, x⟩ per field, summed over space."""
+        """Gradients w.r.t. ``bias`` of each row, [batch, fields]: ∂scale/∂b·⟨gradient, x⟩ per field, over space."""
         norms = field_norms(x, self.field_of, len(self.in_type), self.eps)
         shifted = norms + bias.view(-1, *(1,) * (x.dim() - 2))
         gate = torch.sigmoid(shifted)

@@ -1,6 +1,7 @@
 """Mechanisms: geometry × clipping × noise. One file per geometry; importing this package registers them all."""
 
 import erlangen.mechanisms.gredp
+import erlangen.mechanisms.rep
 import erlangen.mechanisms.spectral  # noqa: F401  (registers)
 from erlangen.mechanisms.base import (
     Context,
@@ -20,8 +21,8 @@ from erlangen.mechanisms.published import Layerwise, PublishedGReDP
 
 __all__ = [
     "Angles",
-    "ClippingRule",
     "Clipless",
+    "ClippingRule",
     "Context",
     "Diagonal",
     "Direction",

@@ -1,0 +1,170 @@
+"""REP, representation-aligned DP-SGD: clip and noise in the coordinates in which the network was initialised.
+
+    g̃_i = M⁻¹ g_i,   clip ‖g̃_i‖ ≤ C,   release  M(Σ g̃_i + N(0, σ²C²I)) / B,   M = diag(m)      (Algorithm 1)
+
+m holds the scales of a generalised He initialisation, read off the *structure* of the network: group, representations,
+kernel basis, layer widths. It is fixed before training and depends on no record, so that M is post-processing:
+sensitivity C in whitened coordinates, noise multiplier σ, one release is Gaussian(σ). SHUFFLE is the control: the same
+numbers m, handed to the wrong coefficients.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.gaussian import GaussianMechanism
+from erlangen.mechanisms.geometry import Diagonal
+from erlangen.mechanisms.spectral import known_options
+from erlangen.streams import Stream
+
+#: name → the method by which an equivariant layer gives this metric; other layers have the He scale in both
+METRICS = {"escnn": "init_std", "paper": "paper_metric"}
+
+Metric = dict[str, Tensor]
+
+
+def initial_scales(module: nn.Module, metric: str = "escnn") -> Metric:
+    """m of every trainable parameter, before normalisation.
+
+    Equivariant layers give their own (``init_std()`` or ``paper_metric()``). Elsewhere the He scale: 1/√fan_in for the
+    weights of linear maps and convolutions, 1 for biases, embeddings and the affine part of norms.
+    """
+    if metric not in METRICS:
+        raise ValueError(f"metric is {metric!r}; choose one of {', '.join(sorted(METRICS))}, or give tensors by name")
+    scales: Metric = {}
+    for name, owner, local, parameter in _places(module):
+        own = getattr(owner, METRICS[metric], None)
+        given = own()[local] if callable(own) else _he_scale(owner, parameter)
+        scales[name] = torch.as_tensor(given).to(parameter).expand(parameter.shape).clone()
+    return scales
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(full name, layer, name in the layer, parameter) of every trainable parameter, shared ones once."""
+    wanted = {name for name, p in module.named_parameters() if p.requires_grad}
+    for path, owner in module.named_modules():
+        for local, parameter in owner.named_parameters(recurse=False):
+            name = f"{path}.{local}" if path else local
+            if name in wanted:
+                yield name, owner, local, parameter
+
+
+def _he_scale(owner: nn.Module, parameter: Tensor) -> float:
+    if parameter.ndim < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)):
+        return 1.0
+    if isinstance(owner, _ConvTransposeNd):  # [in, out/groups, *kernel]
+        return (parameter.shape[0] // owner.groups * math.prod(parameter.shape[2:])) ** -0.5
+    return math.prod(parameter.shape[1:]) ** -0.5
+
+
+def normalised(scales: Mapping[str, Tensor], power: float = 1.0) -> Metric:
+    """m^power with geometric mean 1, so that C compares with ISO: M → cM with C → C/c is the same mechanism."""
+    if not math.isfinite(power):
+        raise ValueError(f"power is {power}; M^p needs a finite exponent")
+    logs = {name: power * t.double().log() for name, t in scales.items()}
+    count = sum(t.numel() for t in logs.values())
+    centre = sum(float(t.sum()) for t in logs.values()) / max(count, 1)
+    return {name: (t - centre).exp().to(scales[name]) for name, t in logs.items()}
+
+
+def structural_metric(module: nn.Module, metric: str = "escnn") -> Metric:
+    """`initial_scales`, after proof that they do not depend on the values of the parameters.
+
+    A network that was trained before holds private information in its weights; a metric read off them would leak it.
+    So the scales are computed again from a copy with other weights, and must be the same to the last bit.
+    """
+    scales = initial_scales(module, metric)
+    twin = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator).to(p) if p.is_floating_point() else p)
+    again = initial_scales(twin, metric)
+    changed = [name for name, m in scales.items() if not torch.equal(m, again[name])]
+    if changed:
+        raise ValueError(
+            f"the metric of {changed[0]!r} changes with the weights of the network, so it may depend on private data; "
+            "compute it from the structure of the layer alone"
+        )
+    return scales
+
+
+def custom_metric(module: nn.Module, given: Mapping[str, Any]) -> Metric:
+    """A metric from the caller, by parameter name; whoever gives it vouches that it was not made from private data."""
+    metric: Metric = {}
+    for name, _, _, parameter in _places(module):
+        if name not in given:
+            raise ValueError(f"the metric has no entry for parameter {name!r}; give one positive number per coordinate")
+        metric[name] = torch.as_tensor(given[name]).to(parameter).expand(parameter.shape).clone()
+        if not bool(torch.isfinite(metric[name]).all()) or bool((metric[name] <= 0).any()):
+            raise ValueError(f"the metric of {name!r} holds {float(metric[name].min())}; entries must be positive")
+    return metric
+
+
+def convolution_weights(module: nn.Module) -> list[str]:
+    """The parameters that SHUFFLE permutes: kernels, or the coefficients of steerable kernels."""
+    is_kernel = lambda owner: isinstance(owner, _ConvNd) or hasattr(owner, "coefficient_gradient")  # noqa: E731
+    return [name for name, owner, local, _ in _places(module) if local == "weight" and is_kernel(owner)]
+
+
+def shuffled(metric: Mapping[str, Tensor], names: list[str], seed: int = 0, scope: str = "global") -> Metric:
+    """The metric with its entries at ``names`` permuted once: over all of them, or within each ``layer``."""
+    if scope not in ("global", "layer"):
+        raise ValueError(f"scope is {scope!r}; choose 'global' or 'layer'")
+    if not names:
+        raise ValueError("there is no convolution whose metric could be shuffled; use mechanism 'rep'")
+    generator = Stream("shuffle", seed).at(0)
+    result = dict(metric)
+    for group in [names] if scope == "global" else [[name] for name in names]:
+        flat = torch.cat([metric[name].flatten() for name in group])
+        mixed = flat[torch.randperm(flat.numel(), generator=generator).to(flat.device)]
+        for name, part in zip(group, mixed.split([metric[n].numel() for n in group]), strict=True):
+            result[name] = part.view(metric[name].shape).clone()
+    return result
+
+
+class Aligned(GaussianMechanism):
+    """The Gaussian mechanism in the diagonal geometry M; sensitivity C, event Gaussian(σ)."""
+
+    def __init__(self, context: Context, metric: Metric, facts: Mapping[str, Any], name: str) -> None:
+        super().__init__(context.noise_multiplier, context.clipping, Diagonal(metric), context.noise, name)
+        self.facts = dict(facts)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), **self.facts}
+
+
+def aligned_metric(module: nn.Module, options: Mapping[str, Any]) -> tuple[Metric, dict[str, Any]]:
+    """M from the options ``metric`` and ``power``, and plain facts about it."""
+    chosen, power = options.get("metric", "escnn"), float(options.get("power", 1.0))
+    custom = not isinstance(chosen, str)
+    scales = custom_metric(module, chosen) if custom else structural_metric(module, chosen)
+    return normalised(scales, power), {"metric": "given by the caller" if custom else chosen, "power": power}
+
+
+@register_mechanism("rep")
+def rep(context: Context) -> Mechanism:
+    """Options: metric ('escnn', 'paper', or tensors by parameter name), power (M^p)."""
+    known_options("rep", context.options, ("metric", "power"))
+    return Aligned(context, *aligned_metric(context.module, context.options), "rep")
+
+
+@register_mechanism("shuffle")
+def shuffle(context: Context) -> Mechanism:
+    """REP with the convolutions' entries of M permuted. Options: those of 'rep', seed, scope ('global' or 'layer').
+
+    The initial weights are those of the unshuffled M: the network is built before the mechanism and does not know.
+    """
+    known_options("shuffle", context.options, ("metric", "power", "seed", "scope"))
+    metric, facts = aligned_metric(context.module, context.options)
+    seed, scope = int(context.options.get("seed", 0)), context.options.get("scope", "global")
+    mixed = shuffled(metric, convolution_weights(context.module), seed, scope)
+    return Aligned(context, mixed, {**facts, "shuffle_scope": scope, "shuffle_seed": seed}, "shuffle")
