@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from erlangen.lipschitz.base import Activation, Constrained
+from erlangen.lipschitz.base import MARGIN, Activation, Constrained
 from erlangen.lipschitz.dense import orthogonalised
 from erlangen.lipschitz.norms import conv_norm, overlap, polyphase
 
@@ -34,13 +34,17 @@ class SpectralConv2d(nn.Conv2d, Constrained):
         self.start()
 
     def start(self) -> None:
-        """A kernel that is orthogonal as a matrix and as large as the constraint allows; bias zero."""
-        nn.init.orthogonal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        """An orthogonal matrix on the central tap, zero elsewhere: norms are kept from the first step. Bias zero.
+
+        Such a convolution applies one matrix to (some of) the pixels, so its norm is that of the matrix: no need to certify.
+        """
+        taps = self.weight.shape[2:]
+        central = nn.init.orthogonal_(torch.empty(self.weight.shape[:2]), gain=self.lipschitz / MARGIN)
         with torch.no_grad():
-            self.weight.mul_((self.lipschitz / self.certified_norm()).to(self.weight))
-        self.project()
+            self.weight.zero_()
+            self.weight[:, :, taps[0] // 2, taps[1] // 2] = central / MARGIN
+            if self.bias is not None:
+                self.bias.zero_()
 
     def certified_norm(self) -> Tensor:
         return conv_norm(self.weight, self.stride, self.outputs)  # type: ignore[arg-type]

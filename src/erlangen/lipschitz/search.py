@@ -191,10 +191,17 @@ def check_loss(
             y = y.detach().requires_grad_()
             g = torch.autograd.grad(loss(y, target), y, create_graph=True)[0]
             worst, count = max(worst, float(_norm(g).detach()) / (declared * MARGIN)), count + 1
-            slope = torch.autograd.grad(_norm(g), y, allow_unused=True)[0] if g.requires_grad else None
-            # where the gradient's norm is flat, lowering the target's logit makes the loss as wrong as it can be
-            y = _climb(y, g.detach() if slope is None or not bool(slope.abs().max() > 0) else slope, radius, damped=True)
+            y = _climb(y, _slope(g, y), radius, damped=True)
     return SensitivityReport(type(loss).__name__, {"constant": worst}, count).require()
+
+
+def _slope(g: Tensor, y: Tensor) -> Tensor:
+    """The slope of ‖g‖; where it is flat or cannot be had, g itself: uphill the loss is as wrong as it can be."""
+    try:
+        slope = torch.autograd.grad(_norm(g), y, allow_unused=True)[0] if g.requires_grad else None
+    except RuntimeError:  # some of torch's losses have no second derivative
+        slope = None
+    return g.detach() if slope is None or not bool(slope.abs().max() > 0) else slope
 
 
 def _loss_gradient(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:

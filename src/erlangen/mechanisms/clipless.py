@@ -134,6 +134,7 @@ class Clipless(Mechanism):
         low = sorted({str(p.dtype) for p in parameters.values()} - {"torch.float32", "torch.float64"})
         if low:
             raise TypeError(f"parameters of {', '.join(low)}: keep them in float32 (autocast may compute in bfloat16)")
+        output(self.network, self.precision)  # convolutions learn their sizes, for which they are certified
         self.projector()
         for layer in self.adaptive:
             layer.prepare(self.noise_multiplier, expected_batch)

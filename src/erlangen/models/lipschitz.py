@@ -26,7 +26,7 @@ from erlangen.lipschitz import (
 )
 
 #: widths of the three stages of `lipschitz_vgg` by size: about 130k, 500k and 2M parameters
-VGG_WIDTHS = {"small": (32, 64, 96), "medium": (64, 128, 192), "large": (128, 256, 384)}
+VGG_WIDTHS = {"small": (24, 48, 80), "medium": (48, 96, 156), "large": (96, 192, 312)}
 
 
 def _start(input_shape: tuple[int, ...], bound: float, mode: str, colour: str) -> tuple[BoundedInput, int]:
@@ -54,15 +54,16 @@ def lipschitz_lenet(
 
 
 def lipschitz_vgg(
-    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, size: str = "small", bound: float = 10.0,
-    mode: str = "ball", colour: str = "rgb", centre: bool = False, backward_clip: float | None = None,
+    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, size: str | tuple[int, int, int] = "small",
+    bound: float = 10.0, mode: str = "ball", colour: str = "rgb", centre: bool = False, backward_clip: float | None = None,
 ) -> Sequential:  # fmt: skip
-    """Three stages of two 3×3 convolutions with scaled average pooling, then one dense layer."""
-    if size not in VGG_WIDTHS:
-        raise ValueError(f"size is {size!r}; choose one of {', '.join(VGG_WIDTHS)}")
+    """Three stages of two 3×3 convolutions with scaled average pooling, then one dense layer; ``size`` or three widths."""
+    if isinstance(size, str) and size not in VGG_WIDTHS:
+        raise ValueError(f"size is {size!r}; choose one of {', '.join(VGG_WIDTHS)}, or give three widths")
+    widths = VGG_WIDTHS[size] if isinstance(size, str) else size
     first, channels = _start(input_shape, bound, mode, colour)
     layers: list[LipschitzLayer] = [first, *([LayerCentering(per_channel=True)] if centre else [])]
-    for outputs in VGG_WIDTHS[size]:
+    for outputs in widths:
         layers += [SpectralConv2d(channels, outputs, 3), MaxMin(), SpectralConv2d(outputs, outputs, 3), MaxMin()]
         layers += [AvgPool2d(2, scaled=True)]
         channels = outputs

@@ -1,0 +1,233 @@
+"""Whole networks: Algorithm 1 against search and closed forms, low precision, certified radii, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from erlangen.lipschitz import (
+    AdaptiveBackwardClip,
+    BackwardClip,
+    BoundedInput,
+    CrossEntropy,
+    Flatten,
+    Householder,
+    LipschitzLayer,
+    MaxMin,
+    MulticlassHinge,
+    OrthogonalDense,
+    Residual,
+    SensitivityError,
+    Sequential,
+    SpectralConv2d,
+    SpectralDense,
+    backpropagate_bounds,
+    certified_radius,
+    check_sensitivity,
+    lipschitz_constant,
+    output,
+)
+from erlangen.lipschitz.base import MARGIN
+from erlangen.models.lipschitz import lipschitz_lenet, lipschitz_mixer, lipschitz_resnet, lipschitz_vgg
+
+SMALL = {
+    "lenet": lambda: lipschitz_lenet((1, 8, 8), 4, bound=3.0, width=4),
+    "vgg": lambda: lipschitz_vgg((3, 8, 8), 4, size=(6, 8, 10), bound=3.0, centre=True, colour="yuv"),
+    "resnet": lambda: lipschitz_resnet((3, 8, 8), 4, width=4, blocks=1, bound=3.0),
+    "mixer": lambda: lipschitz_mixer((3, 8, 8), 4, width=8, blocks=1, bound=3.0, backward_clip=1.0),
+}
+
+
+def test_algorithm_one_in_closed_form():
+    net = Sequential(
+        BoundedInput((2, 6, 6), 3.0),
+        SpectralConv2d(2, 4, 3, bias=True, lipschitz=0.5, bias_bound=0.1),
+        MaxMin(),
+        Residual(SpectralConv2d(4, 4, 1), average=False),
+        Flatten(),
+        SpectralDense(144, 5, lipschitz=2.0),
+    )
+    bounds, length = backpropagate_bounds(net, 1.5), 1.5
+    after_conv = 0.5 * 3.0 + 6 * 0.1
+    expected = {
+        "1.weight": length * 2 * 2 * 3 * 3.0,
+        "1.bias": length * 2 * 2 * 6,
+        "3.body.0.weight": length * 2 * after_conv,
+        "5.weight": length * 2 * after_conv,
+    }
+    assert {k: v / MARGIN for k, v in bounds.items()} == pytest.approx(expected)
+    assert bounds.total == pytest.approx(MARGIN * math.sqrt(sum(v**2 for v in expected.values())))
+    assert output(net).norm == pytest.approx(2 * 2 * after_conv)
+    table = str(bounds)
+    assert "SpectralConv2d" in table
+    assert "3.body.0.weight" in table
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+@pytest.mark.parametrize("k", [0.5, 1.0, 2.0])
+def test_theorem_one_regimes(k, depth):
+    """Layers of constant K: Δ_d = L·K^(D−1)·X₀ for every layer."""
+    body = [SpectralDense(8, 8, lipschitz=k) for _ in range(depth)]
+    bounds = backpropagate_bounds(Sequential(BoundedInput((8,), 3.0), *body), 1.0)
+    assert list(bounds.values()) == pytest.approx([MARGIN * 3.0 * k ** (depth - 1)] * depth)
+
+
+def test_the_bound_is_reached_by_a_gradient_norm_preserving_network():
+    torch.manual_seed(0)
+    net = Sequential(BoundedInput((8,), 2.0), OrthogonalDense(8, 8), MaxMin(-1), OrthogonalDense(8, 8))
+    report = check_sensitivity(net, MulticlassHinge(margin=50.0), steps=5, restarts=3)
+    assert 0.99 <= min(report.ratios.values())
+    assert report.worst <= 1.0
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models_withstand_the_search(name):
+    torch.manual_seed(0)
+    report = check_sensitivity(SMALL[name](), CrossEntropy(20.0), steps=6, restarts=4, move_weights=True)
+    assert 0.0 < report.worst <= 1.0
+
+
+def test_models_have_the_sizes_they_say():
+    sizes = [sum(p.numel() for p in lipschitz_vgg(size=size).parameters()) for size in ("small", "medium", "large")]
+    assert sizes == pytest.approx([130e3, 500e3, 2e6], rel=0.02)
+
+
+class Optimist(SpectralDense):
+    """Forgets that the input can be as long as X."""
+
+    def parameter_bound(self, x, g):
+        return {"weight": 0.5 * g * x.norm}
+
+
+def test_one_wrong_bound_in_a_network_is_caught():
+    torch.manual_seed(0)
+    net = Sequential(BoundedInput((8,), 2.0), OrthogonalDense(8, 8), MaxMin(-1), Optimist(8, 4))
+    with pytest.raises(SensitivityError, match=r"3\.weight"):
+        check_sensitivity(net, MulticlassHinge(margin=50.0), steps=5, restarts=3)
+
+
+def test_clipping_layers_lower_the_bounds_and_hold():
+    torch.manual_seed(0)
+    for clip in (BackwardClip(0.2), AdaptiveBackwardClip(0.2)):
+        net = Sequential(BoundedInput((6,), 2.0), OrthogonalDense(6, 6), MaxMin(-1), OrthogonalDense(6, 4), clip)
+        bounds = backpropagate_bounds(net, math.sqrt(2))
+        assert list(bounds.values()) == pytest.approx([0.4 * MARGIN] * 2)
+        assert check_sensitivity(net, CrossEntropy(5.0), steps=8).worst >= 0.9
+        assert lipschitz_constant(net) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_shared_layer_pays_for_every_use():
+    shared = SpectralDense(6, 6)
+    net = Sequential(BoundedInput((6,), 2.0), shared, MaxMin(-1), shared)
+    assert backpropagate_bounds(net, 1.0)["1.weight"] == pytest.approx(2 * 2.0 * MARGIN)
+    check_sensitivity(net, CrossEntropy(5.0), steps=5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bounds_hold_in_the_precision_they_were_made_for(precision):
+    """Norm-preserving layers leave no slack but the margins: rounding must fit into them."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (OrthogonalDense(16, 16), MaxMin(-1))]
+    net = Sequential(BoundedInput((16,), 2.0, "sphere"), *layers)
+    net.project()
+    bounds = backpropagate_bounds(net, 1.0, precision)
+    worst = 0.0
+    for seed in range(40):
+        x, c = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            y = net(x)
+        net.zero_grad()
+        y.backward((c / c.norm()).to(y.dtype))
+        found = [float(p.grad.double().norm()) / bounds[n] for n, p in net.named_parameters()]
+        worst = max(worst, *found)
+    assert worst <= 1.0
+    assert worst >= (0.99 if precision == "fp32" else 0.8)
+
+
+def test_certified_radius_is_never_beaten():
+    torch.manual_seed(0)
+    net = SMALL["lenet"]()
+    x = torch.rand(16, 1, 8, 8) * 0.2
+    logits = net(x)
+    radius = certified_radius(logits, net)
+    assert torch.allclose(radius, (lambda t: t[:, 0] - t[:, 1])(logits.topk(2).values).double() / math.sqrt(2), rtol=1e-3)
+    for _ in range(50):
+        step = torch.randn_like(x)
+        step = step / step.flatten(1).norm(dim=1).view(-1, 1, 1, 1) * radius.float().view(-1, 1, 1, 1) * 0.999
+        assert torch.equal(net(x + step).argmax(1), logits.argmax(1))
+    sphere = Sequential(BoundedInput((4,), 1.0, "sphere"), SpectralDense(4, 3))
+    assert float(certified_radius(sphere(torch.randn(2, 4)), sphere).max()) == 0.0
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+class Scale(LipschitzLayer):
+    """A parameter without a bound."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_networks_without_bounds_are_refused():
+    with pytest.raises(TypeError, match="nobody knows its bounds"):
+        Sequential(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="needs a Lipschitz network"):
+        backpropagate_bounds(nn.Linear(3, 3), 1.0)
+    with pytest.raises(ValueError, match="must be BoundedInput"):
+        backpropagate_bounds(Sequential(SpectralDense(3, 3)), 1.0)
+    with pytest.raises(ValueError, match=r"1\.scale"):
+        backpropagate_bounds(Sequential(BoundedInput((3,), 1.0), Scale()), 1.0)
+    with pytest.raises(ValueError, match="last dimension"):
+        backpropagate_bounds(Sequential(BoundedInput((3,), 1.0), SpectralDense(4, 2)), 1.0)
+
+
+def test_reparametrised_weights_are_refused():
+    net = Sequential(BoundedInput((3,), 1.0), SpectralDense(3, 3))
+    parametrizations.spectral_norm(net[1])
+    with pytest.raises(ValueError, match="parametrizations"):
+        backpropagate_bounds(net, 1.0)
+
+
+def test_a_frozen_parameter_needs_no_bound():
+    net = Sequential(BoundedInput((4,), 1.0), Householder(4, -1), SpectralDense(4, 2))
+    net[1].angle.requires_grad_(False)
+    assert list(backpropagate_bounds(net, 1.0)) == ["2.weight"]
+
+
+def train(net, steps, lr):
+    """Noisy steps on random labels, projected: the weights that private training walks through."""
+    generator = torch.Generator().manual_seed(0)
+    loss, shape = CrossEntropy(10.0), net[0].shape
+    for _ in range(steps):
+        x = torch.randn(8, *shape, generator=generator)
+        y = torch.randint(4, (8,), generator=generator)
+        net.zero_grad()
+        loss(net(x), y).backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(lr * (p.grad / (p.grad.norm() + 1e-12) + 0.3 * torch.randn(p.shape, generator=generator) / p.numel() ** 0.5))
+            net.project()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_trained_models_withstand_the_search(name):
+    torch.manual_seed(0)
+    net = SMALL[name]()
+    train(net, 500, 0.05)
+    before = copy.deepcopy(net.state_dict())
+    for dtype in (torch.float64, torch.float32):
+        for moving in (False, True):
+            report = check_sensitivity(net, CrossEntropy(10.0), steps=15, restarts=8, move_weights=moving, dtype=dtype)
+            assert report.worst <= 1.0
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
