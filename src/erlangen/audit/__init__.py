@@ -1,0 +1,1 @@
+"""Audits: attacks on the real code path, and what they prove."""
