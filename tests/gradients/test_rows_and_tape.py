@@ -218,3 +218,28 @@ def test_bad_row_maps():
         RowMap.of(torch.tensor([0, -2]))
     with pytest.raises(ValueError, match="reduce is 'max'"):
         RowMap.regular(2, 1, reduce="max")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "materialise", "norms-first"])
+def test_autocast_records_what_the_layers_computed(strategy):
+    """bf16 products, float32 norms and sums: close to float32 gradients, and clipped contributions stay within C."""
+    from erlangen.mechanisms import GaussianMechanism
+
+    torch.manual_seed(0)
+    net = NET()
+    x = torch.randn(6, 2, 4, 4)
+    want = one_by_one(net, (x,))
+    tape = Tape(dict(net.named_parameters()), strategy=strategy)
+    attach(net, tape)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x)
+    seeded_loss(out.float()).mean().backward()
+    got = tape.gradients()
+    for name, w in want.items():
+        assert (got.dense(name).float() - w).norm() / w.norm() < 0.05, name
+        assert got.norms_squared()[name].dtype == torch.float32
+    mechanism = GaussianMechanism(0.0, 1e-3)
+    mechanism.bind(dict(net.named_parameters()))
+    total = torch.cat([g.double().flatten() for g in mechanism.release(got, 1).values()]).norm()
+    assert total <= 6e-3
+    detach(net)

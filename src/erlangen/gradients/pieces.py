@@ -13,7 +13,8 @@ trusts it would let too much through. Such norms are rounded outwards by the rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,8 +22,26 @@ from torch import Tensor
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
 # Flops that cost as much as moving one float through memory; only the order of magnitude matters.
-FLOPS_PER_FLOAT = 40.0
+FLOPS_PER_FLOAT = {"cpu": 40.0, "cuda": 300.0}
 CHUNK_FLOATS = 1 << 24
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """No TF32 inside: its 10-bit products could lift a contribution above its bound by one part in a thousand."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=torch.backends.cudnn.enabled, benchmark=torch.backends.cudnn.benchmark, allow_tf32=False
+        ):
+            yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 def accumulate_dtype(t: Tensor) -> torch.dtype:
@@ -95,7 +114,7 @@ class Outer(Piece):
     """g_i = Σ_t d_it ⊗ a_it: a linear map's weight. a is [n, T, in], d is [n, T, out]."""
 
     def __init__(self, a: Tensor, d: Tensor):
-        self.a, self.d = a, d
+        self.a, self.d = a.to(d.dtype), d  # under autocast the layer saw its input in the cotangent's precision
 
     @property
     def count(self) -> int:
@@ -104,7 +123,7 @@ class Outer(Piece):
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
         tokens, (inputs, outputs) = self.a.shape[1], (self.a.shape[2], self.d.shape[2])
-        return not gram_is_cheaper(tokens, inputs, outputs)
+        return not gram_is_cheaper(tokens, inputs, outputs, self.a.device)
 
     def dense(self) -> Tensor:
         return torch.einsum("nto,nti->noi", self.d, self.a)
@@ -174,12 +193,13 @@ class Lookup(Piece):
         return Lookup(self.index, torch.where(bad.view(-1, 1, 1), 0.0, self.d), self.entries)
 
 
-def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
+def gram_is_cheaper(tokens: int, inputs: int, outputs: int, device: torch.device) -> bool:
     """Norms by T×T Gram matrices and one more weighted product, against forming n gradients and reading them twice."""
     if tokens == 1:
         return True
-    form = tokens * inputs * outputs + 3 * FLOPS_PER_FLOAT * inputs * outputs
-    gram = tokens**2 * (inputs + outputs) + tokens * inputs * outputs + 2 * FLOPS_PER_FLOAT * tokens * (tokens + inputs)
+    move = FLOPS_PER_FLOAT.get(device.type, 100.0)
+    form = tokens * inputs * outputs + 3 * move * inputs * outputs
+    gram = tokens**2 * (inputs + outputs) + tokens * inputs * outputs + 2 * move * tokens * (tokens + inputs)
     return gram < form
 
 

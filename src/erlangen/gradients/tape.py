@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients.pieces import Dense, Piece, Weight
+from erlangen.gradients.pieces import Dense, Piece, Weight, exact_float32
 from erlangen.gradients.rows import RowMap
 
 STRATEGIES = ("auto", "materialise", "norms-first")
@@ -53,11 +53,13 @@ class PerSampleGradients:
 
     def norms_squared(self, metric: Metric = euclidean) -> dict[str, Tensor]:
         """Per parameter, ‖T g_i‖² for each owner, T the metric's coordinates."""
-        return {name: piece.norms_squared(metric(name)) * self._factor**2 for name, piece in self._pieces.items()}
+        with exact_float32():
+            return {name: piece.norms_squared(metric(name)) * self._factor**2 for name, piece in self._pieces.items()}
 
     def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per parameter, Σ_i w_i g_i of the raw gradients."""
-        return {name: piece.weighted_sum(weights[name] * self._factor) for name, piece in self._pieces.items()}
+        with exact_float32():
+            return {name: piece.weighted_sum(weights[name] * self._factor) for name, piece in self._pieces.items()}
 
     def dense(self, name: str) -> Tensor:
         return self._pieces[name].dense() * self._factor

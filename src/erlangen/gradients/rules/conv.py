@@ -55,7 +55,8 @@ class Conv(Piece):
     """Per-owner kernel gradients of a convolution. x: [n·V, C, *S], d: [n·V, O, *S'] with V views per owner."""
 
     def __init__(self, x: Tensor, d: Tensor, views: int, shape: Sequence[int], geometry: Geometry):
-        self.x, self.d, self.views, self.shape, self.geometry = x, d, views, tuple(shape), geometry
+        # under autocast the layer saw its input in the cotangent's precision
+        self.x, self.d, self.views, self.shape, self.geometry = x.to(d.dtype), d, views, tuple(shape), geometry
 
     @property
     def count(self) -> int:
@@ -67,7 +68,7 @@ class Conv(Piece):
             return True
         tokens = self.views * math.prod(self.d.shape[2:])
         groups = self.geometry.groups
-        return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups)
+        return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.x.device)
 
     def dense(self) -> Tensor:
         """Measured: on a GPU im2col and one batched product; on a CPU the native kernel owner by owner, unless owners

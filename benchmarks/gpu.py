@@ -1,0 +1,180 @@
+"""Private against plain on one GPU: time of a logical step, memory, and Opacus on the same model and batch.
+
+    python benchmarks/gpu.py --model resnet9 --batch 8192 --views 4 --physical 256 --json
+
+Both sides of a ratio use the same precision (bf16 autocast unless --float32), memory format, physical batch and compile
+mode. A logical step is batch/physical physical ones and one release; times are medians over repeated physical steps,
+measured with device events after warm-up, and scaled to the logical batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from contextlib import nullcontext
+from datetime import date
+
+SHAPE = (3, 32, 32)
+
+
+def build(name: str, device: str, channels_last: bool):
+    import torch
+
+    from erlangen.models import make_model
+
+    torch.manual_seed(0)
+    module = make_model(name, SHAPE, 10).to(device)
+    return module.to(memory_format=torch.channels_last) if channels_last else module
+
+
+def made_private(module, optimizer, physical: int, strategy: str):
+    """The pieces of the engine without a data loader."""
+    from erlangen.accounting import Accountant
+    from erlangen.gradients.tape import Tape
+    from erlangen.mechanisms import GaussianMechanism, StreamNoise
+    from erlangen.private import PrivateTraining
+    from erlangen.sampling import PoissonSampler
+
+    parameters = dict(module.named_parameters())
+    tape = Tape(parameters, "mean", strategy)
+    mechanism = GaussianMechanism(1.0, 2.0, noise=StreamNoise(seed=0))
+    mechanism.bind(parameters, physical)
+    training = PrivateTraining(module, optimizer, tape, mechanism, PoissonSampler(10 * physical, physical), Accountant(), None)
+    training.install()
+    return training
+
+
+def stepper(method: str, args: argparse.Namespace):
+    """(physical step without release, physical step with release)"""
+    import torch
+    import torch.nn.functional as F
+
+    device = args.device
+    module = build(args.model, device, not args.contiguous)
+    rows = args.physical * args.views
+    x = torch.randn(rows, *SHAPE, device=device)
+    x = x if args.contiguous else x.to(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (rows,), device=device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    training = None
+    criterion = F.cross_entropy
+    if method == "erlangen":
+        training = made_private(module, optimizer, args.physical, args.strategy)
+    elif method.startswith("opacus"):
+        from step import _opacus
+
+        module, optimizer, criterion = _opacus(module, optimizer, torch.nn.CrossEntropyLoss(), rows, method.split("-")[1])
+    run = torch.compile(module) if args.compile else module
+    precision = nullcontext if args.float32 else (lambda: torch.autocast(device, torch.bfloat16))
+
+    def step(last: bool = True) -> None:
+        from erlangen.gradients.rows import RowMap
+
+        if training is not None:
+            training.announce(RowMap.regular(args.physical, args.views), first=last, last=last)
+        with precision():
+            loss = criterion(run(x), y)
+        loss.backward()
+        if training is not None or last:
+            optimizer.step()
+        if training is None and last:
+            optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def timed(step, repeats: int, device: str, last: bool) -> list[float]:
+    import time
+
+    import torch
+
+    times = []
+    for _ in range(repeats):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step(last)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            step(last)
+            times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def measure(method: str, args: argparse.Namespace) -> dict:
+    import torch
+
+    step = stepper(method, args)
+    for _ in range(args.warmup):
+        step(False)
+        step(True)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    part, final = timed(step, args.repeats, args.device, False), timed(step, args.repeats, args.device, True)
+    parts = max(1, round(args.batch / args.physical))
+    logical = (parts - 1) * statistics.median(part) + statistics.median(final)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if args.device == "cuda" else 0.0
+    return {"ms_physical": part, "ms_release": final, "ms_logical": logical, "peak_mb": round(peak),
+            "views_per_second": 1e3 * args.batch * args.views / logical}  # fmt: skip
+
+
+def alone(method: str, argv: list[str]) -> dict:
+    """A process of its own: memory and compilation of one method do not touch another's."""
+    done = subprocess.run([sys.executable, __file__, *argv, "--only", method], capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="resnet9")
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--views", type=int, default=1)
+    parser.add_argument("--physical", type=int, default=512, help="owners in memory at once")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--contiguous", action="store_true", help="not channels-last")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--methods", nargs="*", default=["plain", "erlangen"])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.only:
+        print(json.dumps(measure(args.only, args)))
+        return
+    import torch
+
+    argv = [a for a in sys.argv[1:] if a != "--json"]
+    rows = {method: alone(method, argv) for method in args.methods}
+    plain = rows.get("plain", {}).get("ms_logical")
+    for row in rows.values():
+        if plain and "ms_logical" in row:
+            row["ratio"] = row["ms_logical"] / plain
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    result = {"benchmark": "gpu", "date": str(date.today()), "device": device, "torch": torch.__version__, "commit": commit,
+              "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "only")}, "methods": rows}  # fmt: skip
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"{args.model}: {args.batch} x {args.views} views, physical {args.physical}, {device}, torch {torch.__version__}")
+    for method, row in rows.items():
+        if "failed" in row:
+            print(f"  {method:16} failed: {row['failed']}")
+        else:
+            print(f"  {method:16} {row['ms_logical']:9.1f} ms a step  {row.get('ratio', 0):5.2f}x  "
+                  f"{row['views_per_second']:10,.0f} views/s  {row['peak_mb']:6d} MB")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
