@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--d", type=int, default=1_000_000, help="number of parameters, about")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--image", type=int, default=16, help="side of the square inputs")
+    parser.add_argument("--image", type=int, default=32, help="side of the square inputs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")

@@ -140,15 +140,18 @@ def test_an_un_noised_last_bin_is_caught():
 HOSTILE = [1e30, 1e18, 1e9, 1.0, 1e-9, 1e-30, 1e-42, 0.0, math.nan, math.inf, -math.inf]
 
 
-@pytest.mark.parametrize("order", ["filter-first", "clip-first"])
+@pytest.mark.parametrize(("name", "options"), [
+    ("spectral", {"order": "filter-first"}), ("spectral", {"order": "clip-first"}), ("gredp", {}),
+    ("gredp", {"as_published": "complex"}),
+])  # fmt: skip
 @pytest.mark.parametrize("value", HOSTILE)
-def test_nobody_moves_the_sum_by_more_than_the_bound(value, order):
+def test_nobody_moves_the_sum_by_more_than_the_bound(value, name, options):
     """Neighbouring batches without noise, through the real code: plain, high-frequency and constant gradients."""
     others = {"k": torch.randn(6, 2, 2, 4, 4), "b": torch.randn(6, 3)}
     checker = torch.tensor([1.0, -1.0]).repeat(2).outer(torch.tensor([1.0, -1.0]).repeat(2))
     for shape in (torch.randn(2, 2, 4, 4), checker.expand(2, 2, 4, 4), torch.ones(2, 2, 4, 4)):
         mine = {"k": (shape * value)[None], "b": torch.zeros(1, 3)}
-        mechanism = build("spectral", 0.0, Flat(1.0), ratio=0.5, order=order)
+        mechanism = build(name, 0.0, Flat(1.0), **options)
         mechanism.bind({k: v[0] for k, v in others.items()})
         before = mechanism.release(others)
         after = mechanism.release({k: torch.cat([mine[k], others[k]]) for k in others})
@@ -179,6 +182,23 @@ def test_filtering_first_keeps_more_of_the_signal():
         kept[order] = sum(float(mechanism.release({"k": g["k"][i : i + 1]})["k"].norm()) for i in range(64))
     assert kept["filter-first"] > 1.3 * kept["clip-first"]
     assert kept["filter-first"] <= 64
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_matrix_and_fft_are_the_same_transform(shape, monkeypatch):
+    """Small kernels by matrix product, large ones (or rounded products) by FFT."""
+    g = torch.randn(4, 2, 3, *shape)
+    both = []
+    for limit in (256, 0):
+        monkeypatch.setattr("erlangen.mechanisms.frequency.MATRIX_SIZE", limit)
+        geometry = Fourier(0.4)
+        geometry.bind({"k": g.shape[1:]})
+        c = geometry.forward("k", g)
+        weighted = geometry.weight("k")
+        norms = g.flatten(1).norm(dim=1) if weighted is None else weighted(g).flatten(1).norm(dim=1)
+        both.append((c, geometry.inverse("k", c), norms))
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_an_explicit_mask_is_obeyed_and_checked():

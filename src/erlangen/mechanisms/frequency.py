@@ -164,9 +164,13 @@ class Fourier(Geometry):
         return hartley(g, dims) * over.view(shape)
 
     def _as_matrix(self, name: str) -> bool:
-        """Whether the transformed axes are the last ones, and few enough entries for a matrix product."""
+        """Whether the transformed axes are the last ones, with few entries, and products are not rounded to TF32.
+
+        A norm that is rounded to ten bits could let a gradient pass that is too long.
+        """
         dims = self.dims[name]
-        return dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE
+        exact = torch.get_float32_matmul_precision() == "highest"
+        return exact and dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE
 
     def _matrix(self, name: str, like: Tensor, kind: str, pack: int = 1) -> Tensor:
         """H acting from the right on flattened axes: its kept columns, or all of them scaled for the guarded norm."""
