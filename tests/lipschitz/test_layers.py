@@ -96,7 +96,7 @@ def test_search_never_beats_a_bound_and_reaches_the_tight_ones(name):
         assert min(report.ratios.values()) >= 0.9, str(report)
 
 
-# -- wrong bounds that were published, one twin each ---------------------------------------------------------------------
+# -- wrong bounds that were published, one twin each ------------------------------------------------------------------
 
 
 class BiasWithoutPositions(Bias):
@@ -175,7 +175,7 @@ def test_wrong_bounds_are_caught(name):
         check_layer(make(), shape, norm=2.0, cotangent=1.5, steps=20)
 
 
-# -- the input -----------------------------------------------------------------------------------------------------------
+# -- the input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["ball", "sphere"])
@@ -209,7 +209,8 @@ def test_colours_agree_with_their_definitions():
     assert torch.allclose(converted(x, "hsv")[:, :, 0, 0], expected)
     grey = torch.full((1, 3, 1, 1), 0.5, dtype=torch.float64)
     for space in ("yiq", "yuv"):
-        assert torch.allclose(converted(grey, space).flatten(), torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64), atol=1e-3)
+        expected = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64)
+        assert torch.allclose(converted(grey, space).flatten(), expected, atol=1e-3)
 
 
 def test_a_wrong_shape_is_refused():

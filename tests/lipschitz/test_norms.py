@@ -102,7 +102,8 @@ def test_overlap_counts_windows():
 @pytest.mark.parametrize("every", [1, 3])
 def test_projection_keeps_every_norm_below_its_limit(every):
     torch.manual_seed(0)
-    net = Sequential(SpectralConv2d(2, 4, 3, bias=True, bias_bound=0.5), SpectralDense(5, 7, lipschitz=0.8), OrthogonalDense(6, 4))
+    conv = SpectralConv2d(2, 4, 3, bias=True, bias_bound=0.5)
+    net = Sequential(conv, SpectralDense(5, 7, lipschitz=0.8), OrthogonalDense(6, 4))
     project = Projector(net, every)
     for _ in range(7):
         with torch.no_grad():

@@ -411,7 +411,8 @@ def test_a_lower_precision_than_certified_is_refused():
 
 
 def test_by_name_from_a_context():
-    context = Context(1.0, make_clipping("flat", 1.0), StreamNoise(0), network(), 8.0, {"loss": "hinge", "split": "local"})
+    options = {"loss": "hinge", "split": "local"}
+    context = Context(1.0, make_clipping("flat", 1.0), StreamNoise(0), network(), 8.0, options)
     built = make_mechanism("clipless", context)
     assert isinstance(built, Clipless)
     assert built.loss_constant == pytest.approx(math.sqrt(2))

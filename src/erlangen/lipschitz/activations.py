@@ -34,7 +34,7 @@ class GroupSort(LipschitzLayer):
 
     def output_shape(self, x: Activation) -> tuple[int, ...]:
         if self.channels(x) % self.size:
-            raise ValueError(f"{self.channels(x)} channels do not split into groups of {self.size} (input shape {x.shape})")
+            raise ValueError(f"{self.channels(x)} channels do not split into groups of {self.size} (shape {x.shape})")
         return x.shape
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ class FullSort(LipschitzLayer):
 class Householder(LipschitzLayer):
     """Reflects each pair (a, b) of channels, half the width apart, to one side of a learnt line at angle θ/2.
 
-    If a·sin(θ/2) − b·cos(θ/2) > 0 the pair is kept, else it is multiplied by [[cos θ, sin θ], [sin θ, −cos θ]]. Norms are
-    kept. The derivative of a reflected pair with respect to its θ is as long as the pair, so the gradient of all angles
-    has norm ≤ G·X, and no projection is needed.
+    If a·sin(θ/2) − b·cos(θ/2) > 0 the pair is kept, else it is multiplied by [[cos θ, sin θ], [sin θ, −cos θ]].
+    Norms are kept. The derivative of a reflected pair with respect to its θ is as long as the pair, so the gradient of
+    all angles has norm ≤ G·X, and no projection is needed.
     """
 
     def __init__(self, channels: int, dim: int = 1) -> None:

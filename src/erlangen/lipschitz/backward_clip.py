@@ -82,13 +82,15 @@ class BackwardClip(LipschitzLayer):
 class AdaptiveBackwardClip(BackwardClip):
     """The bound follows a quantile of the cotangents' norms, privately (as Andrew et al. 2021 do for gradients).
 
-    Each step releases Σ_i (1{‖c_i‖ ≤ c} − ½) with sensitivity ½ and noise ``count_std``; then c ← c·exp(−rate·(b̃ − quantile)).
+    Each step releases Σ_i (1{‖c_i‖ ≤ c} − ½), of sensitivity ½, with noise ``count_std``; b̃ is the noisy fraction, and
+    c ← c·exp(−rate·(b̃ − quantile)).
     The mechanism pays for it: with several such layers the gradient's multiplier is (σ⁻² − Σ(2·count_std)⁻²)^(−½).
     """
 
     def __init__(
-        self, bound: float, quantile: float = 0.9, rate: float = 0.2, count_std: float | None = None, reduction: str = "mean"
-    ) -> None:
+        self, bound: float, quantile: float = 0.9, rate: float = 0.2, count_std: float | None = None,
+        reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(bound, reduction)
         if not 0 < quantile < 1:
             raise ValueError(f"quantile is {quantile}; it must lie strictly between 0 and 1")
@@ -98,7 +100,7 @@ class AdaptiveBackwardClip(BackwardClip):
         self.total = 0.0
 
     def prepare(self, noise_multiplier: float, expected_batch: float) -> None:
-        """Settle the noise of the count if it was left open: a twentieth of a batch, and a tenth of the budget at most."""
+        """Settle the noise of the count if it was left open: a twentieth of a batch, at most 1 % of the budget."""
         if self._open:
             self.count_std = max(expected_batch / 20.0, 5.0 * noise_multiplier)
 

@@ -42,7 +42,7 @@ class Activation:
 
     @property
     def rounded(self) -> float:
-        """Factor for storing a tensor in low precision: each entry moves by at most u of itself, so its norm does too."""
+        """Factor for storing a tensor in low precision: entries move by at most u of themselves, so norms do."""
         return 1.0 + self.roundoff
 
 
@@ -73,7 +73,7 @@ class LipschitzLayer(nn.Module):
 
 
 class Constrained(LipschitzLayer):
-    """A layer with a linear operator of norm ≤ ``lipschitz`` given by ``weight``, and maybe a bias of norm ≤ ``bias_bound``."""
+    """A linear operator of norm ≤ ``lipschitz`` given by ``weight``, and maybe a bias of norm ≤ ``bias_bound``."""
 
     weight: Tensor
     bias: Tensor | None

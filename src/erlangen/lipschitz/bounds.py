@@ -79,12 +79,12 @@ def require_network(module: nn.Module) -> Sequential:
     """The module, if bounds can be propagated through it; else an error that says what to change."""
     if not isinstance(module, Sequential):
         raise TypeError(
-            f"clipless training needs a Lipschitz network, not {type(module).__name__}: build one with erlangen.lipschitz.Sequential, "
-            "or choose one of erlangen.models.lipschitz"
+            f"clipless training needs a Lipschitz network, not {type(module).__name__}: build one with "
+            "erlangen.lipschitz.Sequential, or choose one of erlangen.models.lipschitz"
         )
     if not len(module) or not isinstance(module[0], BoundedInput):
         first = type(module[0]).__name__ if len(module) else "nothing"
-        raise ValueError(f"the network begins with {first}; its first layer must be BoundedInput, or inputs have no bound")
+        raise ValueError(f"the network begins with {first}: its first layer must be BoundedInput, to bound the inputs")
     return module
 
 
@@ -110,8 +110,9 @@ def backpropagate_bounds(network: nn.Module, loss_constant: float, precision: st
     unbounded = [name for name, bound in total.items() if not (math.isfinite(bound) and bound > 0)]
     if unbounded:
         raise ValueError(
-            f"no finite, positive bound for the trainable parameter(s) {', '.join(unbounded)}: every one needs an entry in its "
-            "layer's parameter_bound (re-parametrised weights have none: constrain by projection), or requires_grad=False"
+            f"no finite, positive bound for the trainable parameter(s) {', '.join(unbounded)}: each needs an entry in "
+            "its layer's parameter_bound (re-parametrised weights have none: constrain by projection), or "
+            "requires_grad=False"
         )
     modules = dict(network.named_modules())
     kinds = {name: type(modules[name.rpartition(".")[0]]).__name__ for name in total}

@@ -28,8 +28,9 @@ class Sequential(LipschitzLayer):
         """One layer more; refuses modules whose bounds nobody knows."""
         if not isinstance(layer, LipschitzLayer):
             raise TypeError(
-                f"{type(layer).__name__} is not a LipschitzLayer: nobody knows its bounds. Use the layers of erlangen.lipschitz, "
-                "or subclass LipschitzLayer and write propagate_input, backpropagate_cotangent and parameter_bound."
+                f"{type(layer).__name__} is not a LipschitzLayer: nobody knows its bounds. Use the layers of "
+                "erlangen.lipschitz, or subclass LipschitzLayer and write propagate_input, backpropagate_cotangent "
+                "and parameter_bound."
             )
         self.add_module(str(len(self._modules) if index is None else index), layer)
         return self
@@ -73,7 +74,7 @@ class Sequential(LipschitzLayer):
         return g
 
     def parameter_bound(self, x: Activation, g: float) -> dict[str, float]:
-        """Algorithm 1, lines 5–8: from the last layer to the first, Δ_d from the cotangent bound, then the next bound."""
+        """Algorithm 1, lines 5–8: from the last layer to the first, Δ_d from the cotangent bound, then the next one."""
         bounds: dict[str, float] = {}
         for (name, layer), received in reversed(list(zip(self._modules.items(), self.activations(x)))):
             assert isinstance(layer, LipschitzLayer)
@@ -102,7 +103,7 @@ class Residual(LipschitzLayer):
     def propagate_input(self, x: Activation) -> Activation:
         inner = self.body.propagate_input(x)
         if inner.shape != x.shape:
-            raise ValueError(f"the body of a residual block turns shape {x.shape} into {inner.shape}: they cannot be added")
+            raise ValueError(f"a residual block cannot add its body's output {inner.shape} to its input {x.shape}")
         return x.to(x.shape, self.share * (x.norm + inner.norm) * x.rounded)
 
     def jacobian_bound(self, x: Activation) -> float:

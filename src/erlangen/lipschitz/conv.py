@@ -1,7 +1,7 @@
 """Convolutions with certified norms: zero padding, dilation 1, one group, any kernel and stride.
 
-With ‖x‖ ≤ X and ‖c‖ ≤ G. Kernel: ∂L/∂K_a = Σ_t c_t x_{st+a}ᵀ, so ‖∂L/∂K‖² ≤ Σ_a ‖c‖²·Σ_t‖x_{st+a}‖² ≤ G²·X²·m, where m is
-the number of windows an input pixel can be in: ⌈kh/sh⌉·⌈kw/sw⌉. Bias, added at every one of Ho·Wo positions:
+With ‖x‖ ≤ X and ‖c‖ ≤ G. Kernel: ∂L/∂K_a = Σ_t c_t x_{st+a}ᵀ, so ‖∂L/∂K‖² ≤ Σ_a ‖c‖²·Σ_t‖x_{st+a}‖² ≤ G²·X²·m, where
+m is the number of windows an input pixel can be in: ⌈kh/sh⌉·⌈kw/sw⌉. Bias, added at every one of Ho·Wo positions:
 ‖∂L/∂b‖ ≤ √(Ho·Wo)·G, and it moves the output by at most √(Ho·Wo)·‖b‖.
 """
 
@@ -18,11 +18,12 @@ from erlangen.lipschitz.norms import conv_norm, overlap, polyphase
 
 
 class SpectralConv2d(nn.Conv2d, Constrained):
-    """A convolution of operator norm ≤ ``lipschitz``; ``padding`` defaults to half the kernel ("same" for odd kernels)."""
+    """A convolution of operator norm ≤ ``lipschitz``; ``padding`` defaults to half the kernel ("same" for odd ones)."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | None = None, bias: bool = False, lipschitz: float = 1.0, bias_bound: float = 1.0,
+        self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1, padding: int | tuple[int, int] | None = None, bias: bool = False,
+        lipschitz: float = 1.0, bias_bound: float = 1.0,
     ) -> None:  # fmt: skip
         kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
         pad = (kernel[0] // 2, kernel[1] // 2) if padding is None else padding
@@ -36,7 +37,7 @@ class SpectralConv2d(nn.Conv2d, Constrained):
     def start(self) -> None:
         """An orthogonal matrix on the central tap, zero elsewhere: norms are kept from the first step. Bias zero.
 
-        Such a convolution applies one matrix to (some of) the pixels, so its norm is that of the matrix: no need to certify.
+        Such a convolution applies one matrix to (some of) the pixels, so its norm is that of the matrix.
         """
         taps = self.weight.shape[2:]
         central = nn.init.orthogonal_(torch.empty(self.weight.shape[:2]), gain=self.lipschitz / MARGIN)
@@ -54,10 +55,10 @@ class SpectralConv2d(nn.Conv2d, Constrained):
 
     def output_shape(self, x: Activation) -> tuple[int, ...]:
         if len(x.shape) != 3 or x.shape[0] != self.in_channels:
-            raise ValueError(f"{type(self).__name__} of {self.in_channels} channels cannot take an input of shape {x.shape}; "
-                             "give (channels, height, width)")  # fmt: skip
+            raise ValueError(f"{type(self).__name__} of {self.in_channels} channels cannot take an input of shape "
+                             f"{x.shape}; give (channels, height, width)")  # fmt: skip
         if self.padding_mode != "zeros" or any(d != 1 for d in self.dilation) or self.groups != 1:
-            raise ValueError("the certified norm of a convolution holds for zero padding, dilation 1 and one group only")
+            raise ValueError("a convolution's certified norm holds for zero padding, dilation 1 and one group only")
         padding = [int(p) for p in self.padding]
         size = [(n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[1:], padding, self.kernel_size, self.stride)]
         if min(size) < 1:
@@ -98,8 +99,8 @@ class SpectralConv2d(nn.Conv2d, Constrained):
 class OrthogonalConv2d(SpectralConv2d):
     """As close to gradient-norm preserving as a kernel of this size gets, then certified.
 
-    Where windows do not overlap (kernel ≤ stride) the operator is one matrix applied to disjoint patches, and it is made
-    orthogonal exactly. Elsewhere ``sweeps`` alternating projections are made between orthogonal symbols P(θ) and
+    Where windows do not overlap (kernel ≤ stride) the operator is one matrix applied to disjoint patches, and it is
+    made orthogonal exactly. Elsewhere ``sweeps`` alternating projections are made between orthogonal symbols P(θ) and
     kernels of the right size: the result is nearly orthogonal, and never more than ``lipschitz`` in norm.
     """
 

@@ -37,8 +37,8 @@ class SpectralDense(nn.Linear, Constrained):  # type: ignore[misc]
 
     def output_shape(self, x: Activation) -> tuple[int, ...]:
         if not x.shape or x.shape[-1] != self.in_features:
-            raise ValueError(f"{type(self).__name__}({self.in_features}, {self.out_features}) cannot take an input of shape "
-                             f"{x.shape}; its last dimension must be {self.in_features}")  # fmt: skip
+            raise ValueError(f"{type(self).__name__}({self.in_features}, {self.out_features}) cannot take an input of "
+                             f"shape {x.shape}; its last dimension must be {self.in_features}")  # fmt: skip
         return (*x.shape[:-1], self.out_features)
 
     def jacobian_bound(self, x: Activation) -> float:

@@ -28,8 +28,9 @@ _INSIDE = 1.0 - 1e-5
 class BoundedInput(LipschitzLayer):
     """Projects each sample onto the ball (or the sphere) of radius ``bound``, after an optional change of colours.
 
-    ``shape`` is that of one sample. The constraint is per sample and data-independent, so it costs no privacy. In ``mode="ball"`` and a
-    linear colour space the layer has a Lipschitz constant, and predictions have certified radii; otherwise they do not.
+    ``shape`` is that of one sample. The map is fixed and acts on each sample alone, so it costs no privacy. In
+    ``mode="ball"`` and a linear colour space it has a Lipschitz constant, and predictions have certified radii;
+    otherwise they do not.
     """
 
     def __init__(self, shape: tuple[int, ...], bound: float, mode: str = "ball", colour: str = "rgb") -> None:
@@ -59,7 +60,8 @@ class BoundedInput(LipschitzLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if tuple(x.shape[1:]) != self.shape:
-            raise ValueError(f"samples have shape {tuple(x.shape[1:])}; this network was built and bounded for {self.shape}")
+            found = tuple(x.shape[1:])
+            raise ValueError(f"samples have shape {found}; this network was built and bounded for {self.shape}")
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             x = converted(torch.where(x.isfinite(), x, 0.0), self.colour)

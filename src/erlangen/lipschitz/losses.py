@@ -1,7 +1,7 @@
 """Losses with a known Lipschitz constant in the logits, and nothing that looks at the batch.
 
-Each loss is a mean (or sum) of per-sample terms ℓ(y, t) with ‖∂ℓ/∂y‖ ≤ `constant(classes, logit_bound)` for every target.
-A target that makes no sense (a class that does not exist, a number that is not finite) contributes nothing.
+Each loss is a mean (or sum) of per-sample terms ℓ(y, t) with ‖∂ℓ/∂y‖ ≤ `constant(classes, logit_bound)` for every
+target. A target that makes no sense (a class that does not exist, a number that is not finite) contributes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class LipschitzLoss(nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         valid, target = sensible(logits, target)
-        losses = torch.where(valid, self.per_sample(logits.to(torch.promote_types(logits.dtype, torch.float32)), target), 0.0)
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = torch.where(valid, self.per_sample(precise, target), 0.0)
         return losses.sum() / max(len(losses), 1) if self.reduction == "mean" else losses.sum()
 
 
@@ -49,7 +50,7 @@ def sensible(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 class CrossEntropy(LipschitzLoss):
     """CE(τy)/τ: gradient p − e_t, of norm ≤ √2·(1 − p_t) ≤ √2. With ``scaled=False``, CE(τy): τ times that.
 
-    Logits of norm ≤ Y differ by at most √2·Y, so p_t ≥ 1/(1 + (K−1)e^{√2τY}), which tightens the constant when τY is small.
+    Logits of norm ≤ Y differ by at most √2·Y, so p_t ≥ 1/(1 + (K−1)e^{√2τY}): a tighter constant when τY is small.
     """
 
     def __init__(self, temperature: float = 1.0, scaled: bool = True, reduction: str = "mean") -> None:
@@ -86,9 +87,10 @@ class KCosine(LipschitzLoss):
 
 
 class MulticlassHinge(LipschitzLoss):
-    """``kind="max"`` (Crammer–Singer): max(0, m − y_t + max_{j≠t} y_j), √2. ``"sum"``: Σ_{j≠t} max(0, m − y_t + y_j), √(K(K−1)).
+    """Margins m against the other classes. ``kind="max"`` (Crammer–Singer): max(0, m − y_t + max_{j≠t} y_j), √2.
 
-    ``"mean"`` is the sum divided by K, as ``torch.nn.MultiMarginLoss`` has it.
+    ``"sum"`` is Σ_{j≠t} max(0, m − y_t + y_j), √(K(K−1)); ``"mean"`` is that divided by K, as
+    ``torch.nn.MultiMarginLoss`` has it.
     """
 
     def __init__(self, margin: float = 1.0, kind: str = "max", reduction: str = "mean") -> None:
@@ -172,14 +174,14 @@ def loss_constant(loss: Any, classes: int, logit_bound: float = math.inf) -> flo
         return loss.constant(classes, logit_bound)
     if getattr(loss, "weight", None) is not None:
         raise ValueError(
-            f"{type(loss).__name__} with class weights divides by the weights found in the batch, so one record changes the "
-            "others' terms: drop the weights, or use a loss of erlangen.lipschitz.losses"
+            f"{type(loss).__name__} with class weights divides by the weights found in the batch, so one record "
+            "changes the others' terms: drop the weights, or use a loss of erlangen.lipschitz"
         )
     if type(loss) is nn.CrossEntropyLoss:
         return CrossEntropy().constant(classes, logit_bound if loss.label_smoothing == 0 else math.inf)
     if type(loss) is nn.MultiMarginLoss and loss.p == 1:
         return MulticlassHinge(kind="mean").constant(classes)
     raise ValueError(
-        f"the loss {type(loss).__name__} has no declared Lipschitz constant, so the sensitivity is unknown: use a loss of "
-        f"erlangen.lipschitz ({', '.join(LOSSES)}), or pass loss_constant= if you can prove one per sample"
+        f"the loss {type(loss).__name__} has no declared Lipschitz constant, so the sensitivity is unknown: use a loss "
+        f"of erlangen.lipschitz ({', '.join(LOSSES)}), or give the constant itself if you can prove one per sample"
     )

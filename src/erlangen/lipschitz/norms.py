@@ -4,12 +4,12 @@ Dense. The largest eigenvalue of the Gram matrix by a backward-stable solver on 
 hundred 2⁻⁵³, is far inside the margin); Gram iteration on other devices: with G₁ = WWᵀ and G_{t+1} = G_t²,
 σ(W) ≤ ‖G_T‖_F^(1/2^T), at most rank^(1/2^(T+1)) too large.
 
-Convolution. A convolution with stride s is a convolution with stride 1 over the s·s phases of its input, with a kernel of
-k' = ⌈k/s⌉ taps. Zero-padded to n outputs it is a submatrix of the circulant on a grid of M = n + k' − 1 points, whose norm
-is the largest over the M×M frequencies of the matrix P(θ) = Σ_a K_a e^{−i⟨a,θ⟩}. A smaller grid under-estimates, unless
-it is paid for: ⟨u, P(θ) v⟩ is a trigonometric polynomial of degree d = (k'−1)/2, and one of height A at θ₀ is at
-least A·cos(d(θ−θ₀)) nearby (Bernstein–Szegő), so the maximum over M points per axis, divided by cos(πd/M) per axis, bounds
-every frequency, whatever n.
+Convolution. A convolution with stride s is a convolution with stride 1 over the s·s phases of its input, with a kernel
+of k' = ⌈k/s⌉ taps. Zero-padded to n outputs it is a submatrix of the circulant on a grid of M = n + k' − 1 points. Its
+norm is at most the largest, over the M×M frequencies, of the norms of P(θ) = Σ_a K_a e^{−i⟨a,θ⟩}. A smaller grid
+under-estimates, unless it is paid for: ⟨u, P(θ) v⟩ is a trigonometric polynomial of degree d = (k'−1)/2, and one of
+height A at θ₀ is at least A·cos(d(θ−θ₀)) nearby (Bernstein–Szegő), so the maximum over M points per axis, divided by
+cos(πd/M) per axis, bounds every frequency, whatever n.
 
 Power iteration bounds from below and is not used.
 """
@@ -55,7 +55,9 @@ def dense_norm(weight: Tensor) -> Tensor:
     return singular_bound(weight.detach().double()) * MARGIN
 
 
-def conv_norm(weight: Tensor, stride: tuple[int, int], outputs: tuple[int, int] | None, cap: int = LARGEST_GRID) -> Tensor:
+def conv_norm(
+    weight: Tensor, stride: tuple[int, int], outputs: tuple[int, int] | None, cap: int = LARGEST_GRID
+) -> Tensor:
     """Certified bound on the norm of a zero-padded convolution [O, C, kh, kw], margin included.
 
     ``outputs`` is the size of its output; None means any size. Padding does not matter: it only chooses a submatrix.

@@ -1,6 +1,7 @@
 """Pooling. Every input is in at most m = ⌈kh/sh⌉·⌈kw/sw⌉ windows, which is all the bounds need.
 
-Max: |max_w x − max_w y|² ≤ Σ_{i∈w}(x_i−y_i)², summed over windows ≤ m·‖x−y‖². L2 norm: the same by the triangle inequality.
+Max: |max_w x − max_w y|² ≤ Σ_{i∈w}(x_i−y_i)², summed over windows ≤ m·‖x−y‖². L2 norm: the same, by the triangle
+inequality.
 Mean: rows of the matrix sum to 1, columns to at most m/(kh·kw); Schur's test gives √(m/(kh·kw)).
 """
 

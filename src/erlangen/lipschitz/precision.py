@@ -1,8 +1,8 @@
 """In which precision products are computed, and a refusal to compute in a lower one than the bounds were made for.
 
-float32: rounding is absorbed by the outward margins. TF32 and bfloat16 round the *factors* of a product by a relative u;
-the bounds grow accordingly (`Activation.roundoff`), sums are accumulated in float32 by the hardware. float16 is refused:
-cotangents that overflow or vanish have no relative error bound.
+float32: rounding is absorbed by the outward margins. TF32 and bfloat16 round the *factors* of a product by a relative
+u; the bounds grow accordingly (`Activation.roundoff`), and sums are accumulated in float32 by the hardware. float16 is
+refused: cotangents that overflow or vanish have no relative error bound.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import torch
 from erlangen.lipschitz.base import ROUNDOFF
 
 
-def uses_tf32() -> bool:
-    """Whether convolutions or matrix products of float32 may run in TF32 on a CUDA device."""
+def _float32_products(device: torch.device) -> str:
+    """What products of float32 tensors may be rounded to."""
     try:
-        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:  # newer releases refuse the old flags once the new ones were used
-        return True
+        setting = torch.get_float32_matmul_precision()
+        convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # newer releases refuse to read the old settings once the new ones were used
+        return "bf16"
+    if setting == "medium":
+        return "bf16"
+    return "tf32" if setting == "high" or convolutions else "fp32"
 
 
 def current(device: torch.device) -> str:
@@ -28,7 +32,7 @@ def current(device: torch.device) -> str:
             return "bf16"
         if dtype != torch.float32:
             raise RuntimeError(f"autocast to {dtype} has no certified bounds; use torch.bfloat16 or none")
-    return "tf32" if device.type == "cuda" and uses_tf32() else "fp32"
+    return _float32_products(device)
 
 
 def require(precision: str, device: torch.device) -> None:

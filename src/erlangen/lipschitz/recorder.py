@@ -1,7 +1,7 @@
 """Private training without per-sample gradients: one ordinary backward pass, gated at the logits.
 
-The network's forward pass runs on fresh leaves that share the parameters' memory, so that the gradient of exactly this pass lands
-on them and nothing else does. The *gate* behind the logits sees the cotangent of each row, [rows, classes], and
+The network's forward pass runs on fresh leaves that share the parameters' memory, so that the gradient of exactly this
+pass lands on them and nothing else does. The *gate* behind the logits sees each row's cotangent, [rows, classes], and
  * undoes the mean over rows,
  * sets rows that are not finite to zero and cuts the others to the loss's declared constant L: with the declared loss
    that changes nothing, with any other loss the sensitivity still holds,
@@ -48,7 +48,9 @@ class _Gate(torch.autograd.Function):
 class Recorder(Tape):
     """Stands in for a tape. With ``backstop`` the per-sample tape runs too, behind the same gate."""
 
-    def __init__(self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], backstop: bool = False) -> None:
+    def __init__(
+        self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], backstop: bool = False
+    ) -> None:
         super().__init__(plain.parameters, "sum", plain.strategy, plain.batch_first)
         self._ignored, self.metric = plain._ignored, plain.metric
         self.reduction, self.loss_constant = plain.loss_reduction, loss_constant
@@ -95,8 +97,8 @@ class Recorder(Tape):
     def _pass(self, cotangent: Tensor, owners: int, share: Tensor, leaves: dict[str, Tensor]) -> Tensor:
         if self._leaves is not None:
             raise RuntimeError(
-                "two forward passes took part in one step: each record may contribute once. Give all rows to one call of the "
-                "network (views of a record belong into its row map), and call backward() once per step."
+                "two forward passes took part in one step: each record may contribute once. Give all rows to one call "
+                "of the network (views of a record belong into its row map), and call backward() once per step."
             )
         self._begin()
         self._leaves, self._owners = leaves, owners
@@ -136,8 +138,8 @@ def _share(rows: RowMap, like: Tensor) -> Tensor:
     """Each row's part of its owner; at most 1 in total per owner."""
     if rows.reduce != "mean":
         raise ValueError(
-            f"rows of one owner are combined by {rows.reduce!r}: the sum over a record's rows has no bound that is known in "
-            "advance. Use reduce='mean'."
+            f"rows of one owner are combined by {rows.reduce!r}: the sum over a record's rows has no bound that is "
+            "known in advance. Use reduce='mean'."
         )
     floats = torch.empty(0, dtype=torch.float32, device=like.device)
     if not rows.is_regular:

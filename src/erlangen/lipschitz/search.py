@@ -1,9 +1,10 @@
 """Trying to refute the bounds: gradient ascent for a sample whose gradient is larger than certified.
 
 For one layer the search maximises ‖output‖, ‖cotangent out‖ and each ‖parameter gradient‖ over inputs, cotangents and
-(projected) weights. The gradient of a norm that is linear in its argument, put back on the sphere, is a power iteration,
-so where a bound is tight the search finds it. For a network it maximises the parameters' gradients over raw inputs,
-targets and, if asked, weights. A ratio above 1 refutes a bound; ratios below 1 prove nothing, but say how tight it is.
+(projected) weights. The gradient of a norm that is linear in its argument, put back on the sphere, is a power
+iteration, so where a bound is tight the search finds it. For a network it maximises the parameters' gradients over raw
+inputs, targets and, if asked, weights. A ratio above 1 refutes a bound; ratios below 1 prove nothing, but say how tight
+it is.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class SensitivityReport:
         for name, ratio in self.ratios.items():
             if not ratio <= 1.0:
                 raise SensitivityError(
-                    f"{self.subject}: {name} reaches {ratio:.6g} times its certified bound. The bound is wrong; noise scaled by it "
-                    "is not private. Correct the layer's propagate_input, backpropagate_cotangent or parameter_bound."
+                    f"{self.subject}: {name} reaches {ratio:.6g} times its certified bound. The bound is wrong; noise "
+                    "scaled by it is not private. Correct propagate_input, backpropagate_cotangent or parameter_bound."
                 )
         return self
 
@@ -59,7 +60,7 @@ def check_layer(
     layer: LipschitzLayer, shape: tuple[int, ...], norm: float = 1.0, cotangent: float = 1.0, *,
     steps: int = 30, restarts: int = 4, move_weights: bool = True, seed: int = 0,
 ) -> SensitivityReport:  # fmt: skip
-    """Search one layer on inputs [shape] of norm ≤ ``norm`` and cotangents of norm ≤ ``cotangent``; raise if refuted."""
+    """Search one layer on inputs [shape] of norm ≤ ``norm``, cotangents of norm ≤ ``cotangent``; raise if refuted."""
     generator = torch.Generator().manual_seed(seed)
     layer, x_bound = copy.deepcopy(layer).double().train(), Activation(shape, norm)
     out = layer.propagate_input(x_bound)
@@ -181,7 +182,7 @@ def check_loss(
     whole, fewer = _loss_gradient(loss, batch, targets), _loss_gradient(loss, batch[:5], targets[:5])
     scale = 6 / 5 if getattr(loss, "reduction", "mean") == "mean" else 1.0
     if not torch.allclose(whole[0] * scale, fewer[0], rtol=1e-6, atol=1e-9):
-        raise SensitivityError(f"the loss {type(loss).__name__} mixes samples: one record's term changes when another leaves")
+        raise SensitivityError(f"the loss {type(loss).__name__} mixes samples: removing one changes another's term")
     worst, count = 0.0, 0
     for restart in range(restarts):
         radius = logit_bound * 4.0 ** -(restart % 6)
@@ -216,7 +217,7 @@ def refuse_mixing(layer: nn.Module, shape: tuple[int, ...], generator: torch.Gen
     with torch.no_grad():
         together, alone = layer(x)[:1], layer(x[:1])
     if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6):
-        raise SensitivityError(f"{type(layer).__name__} mixes samples: one record's output changes with the others of the batch")
+        raise SensitivityError(f"{type(layer).__name__} mixes samples: a record's output changes with the others")
 
 
 def _hostile(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -2,15 +2,15 @@
 
     release  Σ_i g_i,d + N(0, s_d²I)   for every parameter d,   ‖g_i,d‖ ≤ Δ_d by Algorithm 1 (`lipschitz.bounds`)
 
-Sensitivity under add/remove of one owner: (Δ_1 … Δ_D), one entry per parameter. With multipliers σ_d = s_d/Δ_d the release is
-one Gaussian mechanism of multiplier σ = (Σσ_d⁻²)^(−½), whatever the split of the noise:
+Sensitivity under add/remove of one owner: (Δ_1 … Δ_D), one entry per parameter. With multipliers σ_d = s_d/Δ_d the
+release is one Gaussian mechanism of multiplier σ = (Σσ_d⁻²)^(−½), whatever the split of the noise:
 
     global    s_d = σ·√ΣΔ_j²                      the same noise everywhere
     local     s_d = σ·√D·Δ_d                      the same multiplier everywhere
     optimal   s_d² = σ²·Δ_d·(Σ_j Δ_j√p_j)/√p_d    least noise energy Σ p_d s_d² for parameters of p_d entries
 
 Every Δ_d holds for all weights inside the constraints, so it does not move during training; weights are projected after
-every step and before use. Replacing a record changes the sum by at most 2Δ_d: an accountant for "replace-one" pays for it.
+every step and before use. Replacing a record moves the sum by at most 2Δ_d; an accountant for "replace-one" pays it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPLITS = ("optimal", "local", "global")
 
 
 class Clipless(Mechanism):
-    """Sums the gradients of one ordinary backward pass and adds noise by certified bounds; no per-sample gradient exists.
+    """Sums the gradients of one ordinary backward pass and adds noise by certified bounds: no per-sample gradients.
 
     ``loss`` is a loss with a declared constant, its name, or the constant itself; the gate of the recorder enforces it.
     ``backstop=True`` computes per-sample norms after all, cuts each parameter's gradient at its Δ and counts how often
@@ -52,8 +52,8 @@ class Clipless(Mechanism):
     name = "clipless"
 
     def __init__(
-        self, noise_multiplier: float, network: nn.Module, loss: Any = None, *, split: str = "optimal", precision: str = "auto",
-        certify_every: int = 1, backstop: bool = False, noise: NoiseSource | None = None,
+        self, noise_multiplier: float, network: nn.Module, loss: Any = None, *, split: str = "optimal",
+        precision: str = "auto", certify_every: int = 1, backstop: bool = False, noise: NoiseSource | None = None,
     ) -> None:  # fmt: skip
         super().__init__(noise_multiplier, noise)
         if split not in SPLITS:
@@ -80,8 +80,8 @@ class Clipless(Mechanism):
     def loss_constant(self) -> float:
         if self.loss is None:
             raise ValueError(
-                "clipless training needs the loss's Lipschitz constant: pass criterion= (a loss of erlangen.lipschitz) to "
-                "make_private, or mechanism_options={'loss': …} with a loss, its name or its constant"
+                "clipless training needs the loss's Lipschitz constant: pass criterion= (a loss of erlangen.lipschitz) "
+                "to make_private, or mechanism_options={'loss': …} with a loss, its name or its constant"
             )
         logits = output(self.network, self.precision)
         return loss_constant(self.loss, logits.shape[-1], logits.norm)
@@ -127,7 +127,7 @@ class Clipless(Mechanism):
         elif not isinstance(self.loss, (int, float)) and self.loss is not criterion:
             logits = output(self.network, self.precision)
             if loss_constant(criterion, logits.shape[-1], logits.norm) > self.loss_constant:
-                raise ValueError("criterion= has a larger Lipschitz constant than the mechanism's loss: give one of them only")
+                raise ValueError("criterion= has a larger Lipschitz constant than the mechanism's loss: give one only")
 
     def bind(self, parameters: Mapping[str, Tensor], expected_batch: float = 1.0) -> None:
         super().bind(parameters, expected_batch)
@@ -140,7 +140,7 @@ class Clipless(Mechanism):
             layer.prepare(self.noise_multiplier, expected_batch)
         strangers = sorted(set(parameters) - set(self.bounds))
         if strangers:
-            raise ValueError(f"no certified bound for {', '.join(strangers)}: they are not trainable parameters of the network")
+            raise ValueError(f"no certified bound for {', '.join(strangers)}: not trainable parameters of the network")
         self._settle()
         self._reset()
 
@@ -240,7 +240,8 @@ def clipless(context: Context) -> Mechanism:
     """Options: loss, split, precision, certify_every, backstop. The clipping rule is not used: nothing is clipped."""
     known = {"loss", "split", "precision", "certify_every", "backstop"}
     if set(context.options) - known:
-        raise ValueError(f"mechanism 'clipless' does not know {sorted(set(context.options) - known)}; options: {sorted(known)}")
+        unknown = sorted(set(context.options) - known)
+        raise ValueError(f"mechanism 'clipless' does not know {unknown}; its options are {sorted(known)}")
     return Clipless(context.noise_multiplier, context.module, noise=context.noise, **context.options)
 
 

@@ -1,7 +1,7 @@
 """Lipschitz networks for training without clipping: LeNet-size, VGG (130k to 2M parameters), ResNet and MLP-Mixer.
 
 All are 1-Lipschitz with gradient-norm preserving pieces: MaxMin activations, scaled average pooling, invertible
-down-sampling, averaged residual blocks. Biases are off by default, because a bias on a feature map costs √(H·W) in sensitivity.
+down-sampling, averaged residual blocks. There are no biases: one on a feature map costs √(H·W) in sensitivity.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def lipschitz_lenet(
     input_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, *, bound: float = 8.0, mode: str = "ball",
     colour: str = "rgb", width: int = 16, lipschitz: float = 1.0, backward_clip: float | None = None,
 ) -> Sequential:  # fmt: skip
-    """Two convolutions and two dense layers: about 100k parameters on MNIST. ``lipschitz`` is the constant of each layer."""
+    """Two convolutions and two dense layers, 114k parameters on MNIST. ``lipschitz`` is the constant of each layer."""
     first, channels = _start(input_shape, bound, mode, colour)
     layers: list[LipschitzLayer] = [first]
     for outputs in (width, 2 * width):
@@ -55,9 +55,10 @@ def lipschitz_lenet(
 
 def lipschitz_vgg(
     input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, size: str | tuple[int, int, int] = "small",
-    bound: float = 10.0, mode: str = "ball", colour: str = "rgb", centre: bool = False, backward_clip: float | None = None,
+    bound: float = 10.0, mode: str = "ball", colour: str = "rgb", centre: bool = False,
+    backward_clip: float | None = None,
 ) -> Sequential:  # fmt: skip
-    """Three stages of two 3×3 convolutions with scaled average pooling, then one dense layer; ``size`` or three widths."""
+    """Three stages of two 3×3 convolutions and scaled average pooling, then a dense layer; a size, or three widths."""
     if isinstance(size, str) and size not in VGG_WIDTHS:
         raise ValueError(f"size is {size!r}; choose one of {', '.join(VGG_WIDTHS)}, or give three widths")
     widths = VGG_WIDTHS[size] if isinstance(size, str) else size
@@ -72,8 +73,8 @@ def lipschitz_vgg(
 
 
 def lipschitz_resnet(
-    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, width: int = 32, blocks: int = 2, bound: float = 10.0,
-    mode: str = "ball", colour: str = "rgb", backward_clip: float | None = None,
+    input_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, width: int = 32, blocks: int = 2,
+    bound: float = 10.0, mode: str = "ball", colour: str = "rgb", backward_clip: float | None = None,
 ) -> Sequential:  # fmt: skip
     """Stages of averaged residual blocks (x + f(x))/2, with invertible down-sampling and 1×1 convolutions between."""
     first, channels = _start(input_shape, bound, mode, colour)

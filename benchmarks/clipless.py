@@ -1,0 +1,184 @@
+"""Clipless steps against a plain SGD step of the same network, with ISO and Opacus' ghost clipping in the same run.
+
+    python benchmarks/clipless.py --device cpu --batch 64,256 [--model vgg] [--size small] [--json out.json]
+    python benchmarks/clipless.py --device cuda --batch 512,4096,20000
+
+A step is forward, backward, noise, update and projection. Times are medians over alternating repeats, as ratios to the
+plain step; memory (CUDA only) is the peak above what was held before the step, as a ratio to the plain step's. What
+does not fit into memory is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from erlangen import PrivacyEngine
+from erlangen.lipschitz import CrossEntropy, SpectralConv2d, SpectralDense
+from erlangen.models import lipschitz as models
+
+Step = Callable[[], None]
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "lenet": lambda size: models.lipschitz_lenet(),
+    "vgg": lambda size: models.lipschitz_vgg(size=size),
+    "resnet": lambda size: models.lipschitz_resnet(),
+    "mixer": lambda size: models.lipschitz_mixer(),
+}
+
+
+def plain(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    optimizer, loss = torch.optim.SGD(net.parameters(), lr=1e-3), CrossEntropy(10.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def private(net: nn.Module, x: torch.Tensor, y: torch.Tensor, mechanism: str, **options: Any) -> Step:
+    """A private step of this library on fixed rows (the sampler is not part of what is measured)."""
+    optimizer, loss, engine = torch.optim.SGD(net.parameters(), lr=1e-3), CrossEntropy(10.0), PrivacyEngine(seed=0)
+    rows = DataLoader(TensorDataset(x[:4].cpu(), y[:4].cpu()), batch_size=2)
+    bound = {"max_grad_norm": 1.0} if mechanism == "iso" else {}
+    engine.make_private(
+        module=net, optimizer=optimizer, data_loader=rows, noise_multiplier=1.0, mechanism=mechanism, criterion=loss,
+        mechanism_options=options, check=False, **bound,
+    )  # fmt: skip
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def ghost(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    """Opacus' fast gradient clipping on the same architecture with torch's own layers."""
+    from opacus import PrivacyEngine as Opacus
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    rows = DataLoader(TensorDataset(x, y), batch_size=len(x))
+    model, optimizer, loss, _ = Opacus().make_private(
+        module=net, optimizer=optimizer, data_loader=rows, noise_multiplier=1.0, max_grad_norm=1.0,
+        poisson_sampling=False, criterion=nn.CrossEntropyLoss(), grad_sample_mode="ghost",
+    )  # fmt: skip
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def as_torch_layers(net: nn.Module) -> nn.Module:
+    """The same network made of ``nn.Conv2d`` and ``nn.Linear``, which is what Opacus knows."""
+    twin = copy.deepcopy(net)
+    for m in twin.modules():
+        if isinstance(m, SpectralConv2d):
+            m.__class__ = nn.Conv2d  # type: ignore[assignment]
+        elif isinstance(m, SpectralDense):
+            m.__class__ = nn.Linear  # type: ignore[assignment]
+    return twin
+
+
+def contestants(net: nn.Module, x: torch.Tensor, y: torch.Tensor, every: int) -> dict[str, Callable[[], Step]]:
+    fresh = lambda: copy.deepcopy(net)  # noqa: E731
+    return {
+        "plain": lambda: plain(fresh(), x, y),
+        "clipless": lambda: private(fresh(), x, y, "clipless"),
+        f"clipless, certified every {every} steps": lambda: private(fresh(), x, y, "clipless", certify_every=every),
+        "clipless with backstop": lambda: private(fresh(), x, y, "clipless", backstop=True),
+        "iso": lambda: private(fresh(), x, y, "iso"),
+        "opacus ghost": lambda: ghost(as_torch_layers(net), x, y),
+    }
+
+
+def measure(net: nn.Module, x: torch.Tensor, y: torch.Tensor, repeats: int, every: int) -> dict[str, dict[str, float]]:
+    steps: dict[str, Step] = {}
+    for name, make in contestants(net, x, y, every).items():
+        try:
+            steps[name] = make()
+            steps[name]()
+        except (torch.OutOfMemoryError, ImportError) as error:
+            print(f"  {name}: left out ({type(error).__name__})")
+            steps.pop(name, None)
+            if x.is_cuda:
+                torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            times[name].append(_seconds(step, x.is_cuda))
+    result = {name: {"seconds": statistics.median(t)} for name, t in times.items()}
+    for name, step in steps.items():
+        result[name]["ratio"] = result[name]["seconds"] / result["plain"]["seconds"]
+        if x.is_cuda:
+            result[name]["peak_bytes"] = _peak(step)
+            result[name]["memory_ratio"] = result[name]["peak_bytes"] / result["plain"]["peak_bytes"]
+    return result
+
+
+def _seconds(step: Step, cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak(step: Step) -> float:
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return float(torch.cuda.max_memory_allocated() - held)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", default="256", help="comma-separated batch sizes")
+    parser.add_argument("--model", default="vgg", choices=list(NETWORKS))
+    parser.add_argument("--size", default="small", choices=list(models.VGG_WIDTHS))
+    parser.add_argument("--certify-every", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    net = NETWORKS[arguments.model](arguments.size).to(arguments.device)
+    count = sum(p.numel() for p in net.parameters())
+    facts = {k: getattr(arguments, k) for k in ("device", "model", "size", "threads", "repeats")}
+    results: dict[str, Any] = {**facts, "torch": torch.__version__, "parameters": count, "batches": {}}
+    for size in (int(b) for b in arguments.batch.split(",")):
+        x = torch.rand(size, *net[0].shape, device=arguments.device)  # type: ignore[index]
+        y = torch.randint(10, (size,), device=arguments.device)
+        print(f"{arguments.model} ({count} parameters), batch {size}, {arguments.device}")
+        found = results["batches"][str(size)] = measure(net, x, y, arguments.repeats, arguments.certify_every)
+        for name, row in found.items():
+            memory = f"  memory {row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
+            print(f"  {name:40} {1e3 * row['seconds']:9.1f} ms  {row['ratio']:6.2f}{memory}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
