@@ -42,7 +42,9 @@ def made_private(module, optimizer, physical: int, strategy: str):
     tape = Tape(parameters, "mean", strategy)
     mechanism = GaussianMechanism(1.0, 2.0, noise=StreamNoise(seed=0))
     mechanism.bind(parameters, physical)
-    training = PrivateTraining(module, optimizer, tape, mechanism, PoissonSampler(10 * physical, physical), Accountant(), None)
+    training = PrivateTraining(
+        module, optimizer, tape, mechanism, PoissonSampler(10 * physical, physical), Accountant(), None
+    )
     training.install()
     return training
 
@@ -66,7 +68,9 @@ def stepper(method: str, args: argparse.Namespace):
     elif method.startswith("opacus"):
         from step import _opacus
 
-        module, optimizer, criterion = _opacus(module, optimizer, torch.nn.CrossEntropyLoss(), rows, method.split("-")[1])
+        module, optimizer, criterion = _opacus(
+            module, optimizer, torch.nn.CrossEntropyLoss(), rows, method.split("-")[1]
+        )
     run = torch.compile(module) if args.compile else module
     precision = nullcontext if args.float32 else (lambda: torch.autocast(device, torch.bfloat16))
 
@@ -167,7 +171,9 @@ def main() -> None:
     if args.json:
         print(json.dumps(result))
         return
-    print(f"{args.model}: {args.batch} x {args.views} views, physical {args.physical}, {device}, torch {torch.__version__}")
+    print(
+        f"{args.model}: {args.batch} x {args.views} views, physical {args.physical}, {device}, torch {torch.__version__}"
+    )
     for method, row in rows.items():
         if "failed" in row:
             print(f"  {method:16} failed: {row['failed']}")

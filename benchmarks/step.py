@@ -22,7 +22,13 @@ import warnings
 from datetime import date
 
 METHODS = ("plain", "erlangen", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
-SHAPES = {"lenet": (1, 28, 28), "resnet9": (3, 32, 32), "cnn": (3, 32, 32), "wrn-16-4": (3, 32, 32), "eq-resnet9-tuned": (3, 32, 32)}
+SHAPES = {
+    "lenet": (1, 28, 28),
+    "resnet9": (3, 32, 32),
+    "cnn": (3, 32, 32),
+    "wrn-16-4": (3, 32, 32),
+    "eq-resnet9-tuned": (3, 32, 32),
+}
 
 
 def build(model: str, method: str):
@@ -66,7 +72,13 @@ def _erlangen(module, optimizer, batch, strategy):
 
     loader = DataLoader(TensorDataset(torch.zeros(10 * batch, 1)), batch_size=batch)
     erlangen.PrivacyEngine(seed=0).make_private(
-        module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, strategy=strategy, check=False
+        module=module,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        strategy=strategy,
+        check=False,
     )
     return optimizer
 
@@ -107,7 +119,9 @@ def worker(method: str, args: argparse.Namespace) -> None:
 def start(method: str, args: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, __file__, "--worker", method, "--model", args.model, "--batch", str(args.batch),
                "--threads", str(args.threads), "--strategy", args.strategy]  # fmt: skip
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     if process.stdout.readline().strip() != "ready":
         process.stdin.close()
         raise RuntimeError(f"{method} failed: {process.stderr.read().strip().splitlines()[-1:]}")
@@ -167,7 +181,9 @@ def main() -> None:
         return
     print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")
     for method, row in rows.items():
-        print(f"  {method:18} {row['ratio']:5.2f}x  (best {row['ratio_of_best']:4.2f}x)  {row['ms']:7.1f} ms  {row['peak_mb']:5d} MB")
+        print(
+            f"  {method:18} {row['ratio']:5.2f}x  (best {row['ratio_of_best']:4.2f}x)  {row['ms']:7.1f} ms  {row['peak_mb']:5d} MB"
+        )
 
 
 if __name__ == "__main__":

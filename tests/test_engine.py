@@ -100,7 +100,9 @@ def test_any_optimizer_and_scheduler(make, recwarn):
     loop(model, optimizer, loader)
     before.step()
     after.step()
-    assert all(not torch.equal(a, b) and torch.isfinite(b).all() for a, b in zip(start, model.parameters(), strict=True))
+    assert all(
+        not torch.equal(a, b) and torch.isfinite(b).all() for a, b in zip(start, model.parameters(), strict=True)
+    )
     assert engine.accountant.steps == N // B
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
@@ -176,7 +178,13 @@ def test_epsilon_is_met_and_hardly_missed():
     loader = DataLoader(data(), batch_size=B)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model, optimizer=optimizer, data_loader=loader, target_epsilon=2.0, target_delta=1e-4, epochs=3, max_grad_norm=1.0
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        target_epsilon=2.0,
+        target_delta=1e-4,
+        epochs=3,
+        max_grad_norm=1.0,
     )
     loop(model, optimizer, loader, epochs=3)
     assert 1.98 < engine.get_epsilon(1e-4) <= 2.0
@@ -204,7 +212,12 @@ def test_patients_are_clipped_as_one():
     y = torch.zeros(40).long()
     patient = [0] * 20 + list(range(1, 21))
     engine, model, optimizer, loader = private(
-        dataset=TensorDataset(x, y), unit=patient, batch=21, noise_multiplier=0.0, max_grad_norm=1.0, max_physical_batch=7
+        dataset=TensorDataset(x, y),
+        unit=patient,
+        batch=21,
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        max_physical_batch=7,
     )
     assert engine.training.sampler.units == 21
     assert len(loader) == 1
@@ -238,7 +251,10 @@ def test_a_mechanism_object_and_its_mistakes():
     engine, model, optimizer, loader = private(mechanism=own, noise_multiplier=None, max_grad_norm=None)
     loop(model, optimizer, loader)
     assert engine.training.mechanism is own
-    for options, match in (({"noise_multiplier": 1.0}, "built with 2.0"), ({"max_grad_norm": 3.0}, "sensitivity is 0.5")):
+    for options, match in (
+        ({"noise_multiplier": 1.0}, "built with 2.0"),
+        ({"max_grad_norm": 3.0}, "sensitivity is 0.5"),
+    ):
         with pytest.raises(ValueError, match=match):
             private(mechanism=own, **{"noise_multiplier": None, "max_grad_norm": None, **options})
     with pytest.raises(ValueError, match="'nope'; choose one of"):
@@ -311,7 +327,11 @@ def test_bad_input_is_a_clear_error_and_nothing_is_half_applied(case):
     engine = erlangen.PrivacyEngine()
     with pytest.raises((ValueError, TypeError)):
         engine.make_private(
-            module=model, optimizer=optimizer, data_loader=DataLoader(data(), batch_size=4), noise_multiplier=-1, max_grad_norm=1
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(data(), batch_size=4),
+            noise_multiplier=-1,
+            max_grad_norm=1,
         )
     assert "forward" not in model[0].__dict__
     assert "step" not in optimizer.__dict__
@@ -370,12 +390,19 @@ def test_eval_and_no_grad_forward_are_plain():
 
 def test_workers_and_collate_functions():
     dataset = data()
-    plain = DataLoader(dataset, batch_size=B, num_workers=1, collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows, strict=True))))
+    plain = DataLoader(
+        dataset, batch_size=B, num_workers=1, collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows, strict=True)))
+    )
     engine = erlangen.PrivacyEngine(seed=0)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     _, _, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=plain, noise_multiplier=1.0, max_grad_norm=1.0, max_physical_batch=4
+        module=model,
+        optimizer=optimizer,
+        data_loader=plain,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch=4,
     )
     loop(model, optimizer, loader)
     assert engine.accountant.steps == N // B

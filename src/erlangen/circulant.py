@@ -105,7 +105,7 @@ class CirculantOuter(Piece):
 
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
-        return not gram_is_cheaper(self.x.shape[1], self.x.shape[2], self.d.shape[2])
+        return not gram_is_cheaper(self.x.shape[1], self.x.shape[2], self.d.shape[2], self.x.device)
 
     def _rows(self, product: Tensor) -> Tensor:
         """Unitary spectra multiply to √b times a unitary spectrum: hence the plain inverse."""

@@ -132,7 +132,9 @@ class PrivacyEngine:
         )  # fmt: skip
         assert self.training is not None
         try:
-            self.training.calibrate(target_epsilon, target_delta, epochs * self.training.sampler.steps_per_epoch, self.method)
+            self.training.calibrate(
+                target_epsilon, target_delta, epochs * self.training.sampler.steps_per_epoch, self.method
+            )
         except Exception:
             self.remove()
             raise

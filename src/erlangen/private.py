@@ -80,7 +80,9 @@ class PrivateTraining:
                 released = self.denoiser(released, variances)
             else:
                 parameters = self.tape.parameters
-                self.optimizer.set_noise_variance({parameters[n]: v for n, v in variances.items()})
+                self.optimizer.set_noise_variance(  # type: ignore[attr-defined]
+                    {parameters[n]: v for n, v in variances.items()}
+                )
         for name, parameter in self.tape.parameters.items():
             parameter.grad = released[name].to(parameter.dtype)
 
@@ -100,7 +102,12 @@ class PrivateTraining:
         """Choose the least σ whose ``steps`` steps cost at most (ε, δ)."""
         rate = self.sampler.sample_rate if isinstance(self.sampler, PoissonSampler) else 1.0
         sigma = calibrated(
-            target_epsilon, delta, rate, steps, method=method, make_event=lambda s: self.mechanism.event(s)  # type: ignore[arg-type]
+            target_epsilon,
+            delta,
+            rate,
+            steps,
+            method=method,
+            make_event=lambda s: self.mechanism.event(s),  # type: ignore[arg-type]
         )
         self.set_noise_multiplier(sigma)
 
@@ -125,7 +132,9 @@ class PrivateTraining:
         else:
             attach(self.module, self.tape)
         optimizer, training = self.optimizer, self
-        self._shadowed = {n: optimizer.__dict__[n] for n in ("step", "zero_grad") if n in optimizer.__dict__}
+        self._shadowed: dict[str, Any] = {
+            n: optimizer.__dict__[n] for n in ("step", "zero_grad") if n in optimizer.__dict__
+        }
         plain_step, plain_zero = optimizer.step, optimizer.zero_grad
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,7 +179,11 @@ def prepare(
     refuse_module(module)
     parameters = _trainable(module, optimizer)
     dataset: Any = data_loader.dataset
-    units = Units(len(dataset), unit_labels(dataset, unit), unit if isinstance(unit, str) else "record" if unit is None else "group")
+    units = Units(
+        len(dataset),
+        unit_labels(dataset, unit),
+        unit if isinstance(unit, str) else "record" if unit is None else "group",
+    )
     kind = PoissonSampler if poisson_sampling else ShuffledBatches
     assert data_loader.batch_size is not None
     sampler = kind(units.count, data_loader.batch_size, seed, run_id, secure)
@@ -219,7 +232,9 @@ def refuse_module(module: nn.Module) -> None:
 def _trainable(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by their names in the module."""
     if isinstance(optimizer, LBFGS):
-        raise ValueError("LBFGS evaluates its closure several times a step, each a release: use a first-order optimizer")
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, each a release: use a first-order optimizer"
+        )
     if getattr(getattr(optimizer.step, "__func__", None), "is_private", False):
         raise RuntimeError("this optimizer is private already: call engine.remove() first")
     names = {id(p): name for name, p in module.named_parameters()}
@@ -244,7 +259,9 @@ def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> 
             f"noise_multiplier is {noise_multiplier} but the mechanism was built with {mechanism.noise_multiplier}; leave one out"
         )
     if bound is not None and bound != mechanism.sensitivity:
-        raise ValueError(f"max_grad_norm is {bound} but the mechanism's sensitivity is {mechanism.sensitivity}; leave one out")
+        raise ValueError(
+            f"max_grad_norm is {bound} but the mechanism's sensitivity is {mechanism.sensitivity}; leave one out"
+        )
     return mechanism
 
 
@@ -282,7 +299,9 @@ def _check(module: nn.Module, probe: tuple[Tensor, Any], criterion: Any, reducti
         check_loss(criterion, out if isinstance(out, Tensor) else torch.zeros(1), targets, reduction)
 
 
-def _physical_limit(module: nn.Module, tape: Tape, probe: tuple[Tensor, Any] | None, wanted: int | str | None) -> int | None:
+def _physical_limit(
+    module: nn.Module, tape: Tape, probe: tuple[Tensor, Any] | None, wanted: int | str | None
+) -> int | None:
     if wanted is None:
         return None
     if wanted == "auto":

@@ -29,7 +29,17 @@ def test_train_writes_a_run_and_one_json_object(tmp_path):
 
 def test_train_in_plain_words(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=np.zeros((40, 5, 5), np.uint8), y_train=np.arange(40) % 2)
-    done = run("train", "--data", str(tmp_path / "own.npz"), "--steps", "2", "--out", str(tmp_path / "r"), "--set", "model=logistic")
+    done = run(
+        "train",
+        "--data",
+        str(tmp_path / "own.npz"),
+        "--steps",
+        "2",
+        "--out",
+        str(tmp_path / "r"),
+        "--set",
+        "model=logistic",
+    )
     assert done.returncode == 0, done.stderr
     assert "No public test set" in done.stdout
     assert "ε = 3" in done.stdout
@@ -70,7 +80,9 @@ def test_reproduce_lists_and_dry_runs():
 
 def cpu_seconds(code: str) -> float:
     """Processor time of a fresh interpreter, the best of five: other processes on the machine do not count."""
-    measure = f"import resource, os\n{code}\nu = resource.getrusage(resource.RUSAGE_SELF)\nprint(u.ru_utime + u.ru_stime)"
+    measure = (
+        f"import resource, os\n{code}\nu = resource.getrusage(resource.RUSAGE_SELF)\nprint(u.ru_utime + u.ru_stime)"
+    )
     return min(float(subprocess.run([sys.executable, "-c", measure], check=True, capture_output=True, text=True).stdout.split()[-1])
                for _ in range(5))  # fmt: skip
 

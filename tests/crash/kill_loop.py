@@ -73,7 +73,14 @@ def trial(folder: Path, delay: float) -> dict:
 
 
 def judge(folder: Path, used: int) -> dict:
-    verdict = {"used": used, "counted": 0, "under_counted": False, "unloadable": False, "over_budget": False, "resumed": False}
+    verdict = {
+        "used": used,
+        "counted": 0,
+        "under_counted": False,
+        "unloadable": False,
+        "over_budget": False,
+        "resumed": False,
+    }
     try:
         verdict["counted"] = read_ledger(folder / "ledger.jsonl").steps
     except LedgerError:

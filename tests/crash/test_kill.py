@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 def killed(trials: int) -> dict:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "-n", str(trials)], capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
+        [sys.executable, str(SCRIPT), "-n", str(trials)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout, done.stderr
     return json.loads(done.stdout)

@@ -22,7 +22,9 @@ class BatchScale(nn.Module):
         return x / x.abs().max()
 
 
-@pytest.mark.parametrize("culprit", [Whiten(), BatchScale(), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)])
+@pytest.mark.parametrize(
+    "culprit", [Whiten(), BatchScale(), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)]
+)
 def test_unknown_mixing_is_named(culprit):
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), culprit), nn.Linear(4, 2))
     with pytest.raises(MixesSamples, match=r"at '1\.1' mixes samples"):

@@ -186,8 +186,10 @@ def test_pieces_stay_factored_and_chunks_join():
     module, x = build("C8 5x5 padded", torch.float64, rows=5)
     piece = recorded(module, (x,), strategy="norms-first")._pieces["weight"]
     assert isinstance(piece, Steerable)
-    piece.conv.chunks = lambda: [piece.conv.__class__(a, d, 1, piece.conv.shape, piece.conv.geometry)
-                                 for a, d in zip(piece.conv.x.split(2), piece.conv.d.split(2), strict=True)]
+    piece.conv.chunks = lambda: [
+        piece.conv.__class__(a, d, 1, piece.conv.shape, piece.conv.geometry)
+        for a, d in zip(piece.conv.x.split(2), piece.conv.d.split(2), strict=True)
+    ]
     assert len(piece.chunks()) == 3
     torch.testing.assert_close(piece.dense() * 5, one_by_one(module, (x,))["weight"], rtol=1e-10, atol=1e-10)
 
@@ -204,6 +206,7 @@ def test_half_precision_activations_give_gradients_in_the_precision_of_the_param
     module, x = build("D4 standardised", torch.float32)
     want = one_by_one(module, (x,))
     from erlangen.gradients import Tape, attach, detach
+
     tape = Tape(dict(module.named_parameters()), "sum")
     attach(module, tape)
     with torch.autocast("cpu", torch.bfloat16):

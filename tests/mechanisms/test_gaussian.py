@@ -118,7 +118,10 @@ def released_noise(mechanism, draws: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("geometry", ["iso", "diagonal"])
 def test_the_released_covariance_is_the_declared_one(geometry):
-    m = {k: torch.rand(s, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5 for k, s in SHAPES.items()}
+    m = {
+        k: torch.rand(s, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+        for k, s in SHAPES.items()
+    }
     mechanism = GaussianMechanism(2.0, 1.5, Diagonal(m) if geometry == "diagonal" else None, StreamNoise(seed=3))
     z = released_noise(mechanism, 4000)
     declared = torch.block_diag(*[mechanism.covariance(k) for k in SHAPES])

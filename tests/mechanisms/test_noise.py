@@ -25,8 +25,14 @@ def test_a_broken_uniform_would_be_seen():
 
 
 def test_streams_never_meet():
-    names = [(seed, run, purpose, rank) for seed in (0, 1) for run in ("a", "b") for purpose in ("x", "y") for rank in (0, 1)]
-    draws = {torch.randn(4, generator=Stream(p, s, r, k).at(step)).numpy().tobytes() for s, r, p, k in names for step in (0, 1)}
+    names = [
+        (seed, run, purpose, rank) for seed in (0, 1) for run in ("a", "b") for purpose in ("x", "y") for rank in (0, 1)
+    ]
+    draws = {
+        torch.randn(4, generator=Stream(p, s, r, k).at(step)).numpy().tobytes()
+        for s, r, p, k in names
+        for step in (0, 1)
+    }
     assert len(draws) == 2 * len(names)
     a, b = Stream("noise"), Stream("noise")
     assert not torch.equal(torch.randn(4, generator=a.at(0)), torch.randn(4, generator=b.at(0)))

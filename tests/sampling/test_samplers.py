@@ -67,7 +67,9 @@ def test_an_epoch_of_shuffled_batches_sees_everybody_once():
             assert torch.equal(seen.sort().values, torch.arange(23))
 
 
-@pytest.mark.parametrize(("units", "batch", "match"), [(0, 1, "empty"), (5, 0, "positive"), (5, 6, "larger"), (5, -1, "positive")])
+@pytest.mark.parametrize(
+    ("units", "batch", "match"), [(0, 1, "empty"), (5, 0, "positive"), (5, 6, "larger"), (5, -1, "positive")]
+)
 def test_bad_sizes(units, batch, match):
     with pytest.raises(ValueError, match=match):
         PoissonSampler(units, batch)

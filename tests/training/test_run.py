@@ -18,7 +18,9 @@ from erlangen.training import TrainConfig, run
 from erlangen.training.config import ConfigError
 from erlangen.training.session import Session
 
-SMALL = TrainConfig(model="mlp", model_options={"width": 16}, steps=8, batch=64, seed=0, evaluations=4, optimizer="adam")
+SMALL = TrainConfig(
+    model="mlp", model_options={"width": 16}, steps=8, batch=64, seed=0, evaluations=4, optimizer="adam"
+)
 
 
 def interrupted(folder, after: int, config=SMALL):

@@ -69,7 +69,9 @@ def test_equal_seeds_equal_weights_and_other_runs_other_noise():
 @pytest.mark.parametrize("clipping", ["flat", "adaptive"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adam-bc"])
 def test_a_resumed_run_continues_exactly(tmp_path, optimizer, clipping):
-    config = dataclasses.replace(SMALL, optimizer=optimizer, schedule="cosine", views=2, augment="shift", clipping=clipping)
+    config = dataclasses.replace(
+        SMALL, optimizer=optimizer, schedule="cosine", views=2, augment="shift", clipping=clipping
+    )
     whole = Session(config)
     for _ in range(6):
         whole.step()
@@ -88,7 +90,14 @@ def test_physical_batches_and_units(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (60, 6, 6), dtype=np.uint8)
     file = tmp_path / "scans.npz"
-    np.savez(file, x_train=x, y_train=rng.integers(0, 3, 60), x_test=x[:9], y_test=rng.integers(0, 3, 9), patient=np.arange(60) // 3)
+    np.savez(
+        file,
+        x_train=x,
+        y_train=rng.integers(0, 3, 60),
+        x_test=x[:9],
+        y_test=rng.integers(0, 3, 9),
+        patient=np.arange(60) // 3,
+    )
     config = TrainConfig(data=str(file), unit="patient", model="cnn", steps=3, batch=5, seed=0)
     one, other = Session(config), Session(dataclasses.replace(config, max_physical_batch=4))
     assert one.sampler.units == 20
@@ -171,7 +180,9 @@ def test_views_keep_the_record_and_come_from_the_generator():
     out = views(x, 4, "flip-crop", moves)
     assert out.shape == (12, 2, 8, 8)
     assert torch.equal(out[::4], x)
-    assert torch.equal(out, torch.cat([views(x[:1], 4, "flip-crop", moves[:4]), views(x[1:], 4, "flip-crop", moves[4:])]))
+    assert torch.equal(
+        out, torch.cat([views(x[:1], 4, "flip-crop", moves[:4]), views(x[1:], 4, "flip-crop", moves[4:])])
+    )
     assert not torch.equal(out[1], out[2])
     assert torch.equal(views(x, 2, "none", draw(3, 2, "none", torch.Generator())), x.repeat_interleave(2, 0))
     flipped = views(x[:1], 1, "flip-crop", torch.tensor([[4, 4, 1]]))

@@ -27,8 +27,15 @@ def reproduce(
     from erlangen.experiments import preset, presets
 
     if list_:
-        rows = [{"name": p.name, "paper": p.paper, "title": p.title, "cells": len(p.cells), "seeds": p.seeds} for p in presets()]
-        typer.echo(json.dumps({"presets": rows}) if as_json else "\n".join(f"{r['name']:24} {r['paper']}: {r['title']}" for r in rows))
+        rows = [
+            {"name": p.name, "paper": p.paper, "title": p.title, "cells": len(p.cells), "seeds": p.seeds}
+            for p in presets()
+        ]
+        typer.echo(
+            json.dumps({"presets": rows})
+            if as_json
+            else "\n".join(f"{r['name']:24} {r['paper']}: {r['title']}" for r in rows)
+        )
         return
     if name is None:
         raise typer.BadParameter("give the name of a preset, or --list")
@@ -76,5 +83,7 @@ def _table(result: dict[str, Any]) -> str:
         spread = "" if row["std"] is None else f" ± {row['std']:.2f}"
         epsilon = row["epsilon"]["pld"]
         epsilon = epsilon if isinstance(epsilon, str) else f"{epsilon:.3f}"
-        lines.append(f"{row['cell']:16} ours {row['mean']:.2f}{spread} ({row['seeds']} seeds)  paper {row['paper']}  ε = {epsilon}")
+        lines.append(
+            f"{row['cell']:16} ours {row['mean']:.2f}{spread} ({row['seeds']} seeds)  paper {row['paper']}  ε = {epsilon}"
+        )
     return "\n".join(lines)

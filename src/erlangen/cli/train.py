@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    data: str | None = typer.Option(None, help="A data set's name, or an .npz file with x_train, y_train, x_test, y_test. Default digits."),
+    data: str | None = typer.Option(
+        None, help="A data set's name, or an .npz file with x_train, y_train, x_test, y_test. Default digits."
+    ),
     epsilon: float | None = typer.Option(None, help="Target ε; the noise is calibrated to it. Default 3."),
     delta: str = typer.Option("auto", help="Target δ; auto is min(1e-5, 0.1/N)."),
     noise_multiplier: float | None = typer.Option(None, help="σ, in place of --epsilon; 0 means no privacy."),
@@ -45,7 +47,7 @@ def train(
     as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
 ) -> None:
     """Train a model with differential privacy and say what was guaranteed."""
-    given = {
+    given: dict[str, Any] = {
         "data": data, "model": model, "mechanism": mechanism, "clipping": clipping, "max_grad_norm": max_grad_norm,
         "batch": batch, "steps": steps, "lr": lr, "unit": unit, "seed": seed, "secure": secure, "device": device,
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
@@ -119,7 +121,13 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[Session, dict[str, Any]], No
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
         task = progress.add_task("", total=None, note="calibrating the noise")
         first: list[tuple[float, int]] = []
@@ -143,12 +151,16 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
     from erlangen.training.run import in_plain_words
 
     if summary["test"]:
-        typer.echo(f"\nTest accuracy  {summary['test']['test_accuracy']:.1%} on {summary['data']['name']} (public test set)")
+        typer.echo(
+            f"\nTest accuracy  {summary['test']['test_accuracy']:.1%} on {summary['data']['name']} (public test set)"
+        )
     else:
         typer.echo("\nNo public test set: no accuracy is reported.")
     typer.echo(f"Privacy        {in_plain_words(summary)}")
     typer.echo(f"Randomness     {summary['randomness']}")
     if summary["steps"] < summary["planned_steps"]:
-        typer.echo(f"Stopped        after {summary['steps']} of {summary['planned_steps']} steps: the privacy budget is spent")
+        typer.echo(
+            f"Stopped        after {summary['steps']} of {summary['planned_steps']} steps: the privacy budget is spent"
+        )
     if folder is not None:
         typer.echo(f"Run            {folder} (certificate.json, certificate.md, weights.safetensors)")

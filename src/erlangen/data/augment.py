@@ -27,7 +27,7 @@ def draw(rows: int, count: int, kind: str, generator: torch.Generator) -> Tensor
 
 def views(x: Tensor, count: int, kind: str, moves: Tensor) -> Tensor:
     """[n, C, H, W] → [n·count, C, H, W], owner-major, moved as `draw` said."""
-    margin, flip = KINDS[kind]
+    margin, _ = KINDS[kind]
     if margin:
         x = F.pad(x, [margin] * 4, mode="reflect")
     height, width = x.shape[2] - 2 * margin, x.shape[3] - 2 * margin

@@ -126,7 +126,9 @@ def _images(name: str, key: str, x: np.ndarray) -> np.ndarray:
     x = np.ascontiguousarray(x, dtype=np.float32)
     if not np.isfinite(x).all():
         bad = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))
-        raise DataError(f"{name}: {key} holds values that are not finite, first in record {bad[0]} ({len(bad)} records)")
+        raise DataError(
+            f"{name}: {key} holds values that are not finite, first in record {bad[0]} ({len(bad)} records)"
+        )
     return x
 
 

@@ -34,7 +34,8 @@ class Preset:
     def quick(self) -> Preset:
         """A few steps of one seed: shows that everything runs. It is no result, and says so."""
         cells = tuple(
-            dataclasses.replace(cell, config=dataclasses.replace(cell.config, steps=5, evaluations=1)) for cell in self.cells
+            dataclasses.replace(cell, config=dataclasses.replace(cell.config, steps=5, evaluations=1))
+            for cell in self.cells
         )
         return dataclasses.replace(self, cells=cells, seeds=1, note="QUICK: five steps, one seed; no result")
 

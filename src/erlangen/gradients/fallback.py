@@ -57,9 +57,13 @@ class _Run:
         self.flat, self.spec = pytree.tree_flatten((args, kwargs))
         tensors = [t for t in self.flat if isinstance(t, Tensor)]
         if not tensors:
-            raise TypeError(f"{type(module).__name__} has parameters but was called without a tensor: no row to attribute")
+            raise TypeError(
+                f"{type(module).__name__} has parameters but was called without a tensor: no row to attribute"
+            )
         self.rows = tensors[0].shape[0]
-        self.batched = [i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim and t.shape[0] == self.rows]
+        self.batched = [
+            i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim and t.shape[0] == self.rows
+        ]
         self.parameters = {k: p for k, p in module.named_parameters() if p.requires_grad}
         self.out_spec: Any = None
         self._pull: Callable[..., Any]

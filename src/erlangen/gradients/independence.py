@@ -34,7 +34,9 @@ def known_problems(module: nn.Module) -> list[str]:
             problems.append(f"{where} keeps running statistics of private records; set track_running_stats=False, "
                             "or call erlangen.fix(model)")  # fmt: skip
         elif isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq):
-            problems.append(f"{where} uses max_norm or scale_grad_by_freq, which depend on the whole batch; turn them off")
+            problems.append(
+                f"{where} uses max_norm or scale_grad_by_freq, which depend on the whole batch; turn them off"
+            )
         elif isinstance(m, nn.modules.lazy.LazyModuleMixin) and m.has_uninitialized_params():
             problems.append(f"{where} has no parameters yet; run one forward pass before making it private")
     return problems
@@ -144,7 +146,9 @@ def _first_rows(tree: Any, rows: int) -> list[Tensor]:
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
     if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
         return False
-    return all(torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True) for x, y in zip(a, b, strict=True)
+    )
 
 
 @contextlib.contextmanager

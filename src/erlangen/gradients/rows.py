@@ -32,7 +32,9 @@ class RowMap:
         if self.owners < 0 or self.views < 1:
             raise ValueError(f"a row map needs owners ≥ 0 and views ≥ 1, got {self.owners} and {self.views}")
         if self.valid is not None and tuple(self.valid.shape) != (self.owners,):
-            raise ValueError(f"valid has shape {tuple(self.valid.shape)}; expected ({self.owners},), one flag per owner")
+            raise ValueError(
+                f"valid has shape {tuple(self.valid.shape)}; expected ({self.owners},), one flag per owner"
+            )
 
     @classmethod
     def regular(cls, owners: int, views: int = 1, valid: Tensor | None = None, reduce: str = "mean") -> RowMap:

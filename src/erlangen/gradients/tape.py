@@ -167,9 +167,7 @@ class Tape:
         else:
             factor = rows.row_factor(cotangent).view(-1, *[1] * (cotangent.ndim - 1))
             scaled = torch.where(factor == 0, 0.0, cotangent * factor)
-            captured = [
-                (target, Dense(rows.sum_rows(piece.dense()))) for target, piece in use.pieces(saved, scaled, 1)
-            ]
+            captured = [(target, Dense(rows.sum_rows(piece.dense()))) for target, piece in use.pieces(saved, scaled, 1)]
         for target, piece in captured:
             name = self._names.get(id(target))
             if id(target) in self._ignored:

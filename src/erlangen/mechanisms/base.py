@@ -40,7 +40,9 @@ class Mechanism(ABC):
     unsound: str | None = None
 
     def __init__(self, noise_multiplier: float, noise: NoiseSource | None = None) -> None:
-        if not (isinstance(noise_multiplier, (int, float)) and math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        if not (
+            isinstance(noise_multiplier, (int, float)) and math.isfinite(noise_multiplier) and noise_multiplier >= 0
+        ):
             raise ValueError(
                 f"noise_multiplier is {noise_multiplier!r}; σ must be a finite number ≥ 0 (0 means no privacy, ε = ∞)"
             )

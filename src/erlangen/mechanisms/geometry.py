@@ -44,14 +44,18 @@ class Diagonal(Geometry):
     def __init__(self, m: Mapping[str, Tensor]) -> None:
         for name, t in m.items():
             if not bool(torch.isfinite(t).all()) or bool((t <= 0).any()):
-                raise ValueError(f"the metric of {name!r} has entries that are not positive and finite: min {float(t.min())}")
+                raise ValueError(
+                    f"the metric of {name!r} has entries that are not positive and finite: min {float(t.min())}"
+                )
         self.m = {name: t.detach().clone() for name, t in m.items()}
         self._inverse = {name: 1.0 / t for name, t in self.m.items()}
 
     def bind(self, shapes: Mapping[str, torch.Size]) -> None:
         for name, shape in shapes.items():
             if name not in self.m:
-                raise ValueError(f"the metric has no entry for parameter {name!r}; give one positive number per coordinate")
+                raise ValueError(
+                    f"the metric has no entry for parameter {name!r}; give one positive number per coordinate"
+                )
             if self.m[name].shape != shape:
                 raise ValueError(f"the metric of {name!r} has shape {tuple(self.m[name].shape)}, not {tuple(shape)}")
 

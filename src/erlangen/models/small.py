@@ -15,9 +15,7 @@ def logistic(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def mlp(input_shape: tuple[int, ...], classes: int, width: int = 128) -> nn.Module:
     """One hidden layer with tanh, which keeps activations and so gradients bounded."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(input_shape), width), nn.Tanh(), nn.Linear(width, classes)
-    )
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), width), nn.Tanh(), nn.Linear(width, classes))
 
 
 def cnn(input_shape: tuple[int, ...], classes: int, width: int = 16) -> nn.Module:

@@ -72,7 +72,9 @@ def _emptied(batch: Any) -> Any:
 class PrivateLoader(DataLoader):
     """Behaves as the `DataLoader` it was made from; an epoch has round(N / expected batch) logical batches."""
 
-    def __init__(self, plain: DataLoader, sampler: Sampler, units: Units, limit: int | None, announce: Announce) -> None:
+    def __init__(
+        self, plain: DataLoader, sampler: Sampler, units: Units, limit: int | None, announce: Announce
+    ) -> None:
         refuse_iterable(plain)
         self.private_sampler, self._announce = sampler, announce
         self._batches = _Batches(sampler, units, limit)
@@ -111,4 +113,3 @@ def refuse_iterable(loader: Any) -> None:
         raise ValueError("the data set is empty: there is nothing to train on")
     if loader.batch_size is None:
         raise ValueError("the data loader has no batch_size (a custom batch sampler): pass one with batch_size=")
-

@@ -27,7 +27,9 @@ def bytes_per_row(module: nn.Module, tape: Tape, inputs: tuple[Tensor, ...]) -> 
 
     def count(_module: nn.Module, _args: object, out: object) -> None:
         nonlocal held
-        held += sum(t.numel() * t.element_size() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor))
+        held += sum(
+            t.numel() * t.element_size() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)
+        )
 
     hooks = [m.register_forward_hook(count) for m in module.modules()]
     try:

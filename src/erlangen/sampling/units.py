@@ -13,7 +13,7 @@ from torch import Tensor
 class Units:
     """Units 0…n−1 and the rows of the data set that belong to each."""
 
-    def __init__(self, rows: int, labels: Sequence[Any] | None = None, name: str = "record") -> None:
+    def __init__(self, rows: int, labels: Sequence[Any] | np.ndarray | None = None, name: str = "record") -> None:
         self.rows, self.name = rows, name
         if labels is None:
             self.count, self._of_row, self._order, self._start = rows, None, None, None

@@ -78,7 +78,9 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [_strip(v, f"{path}/{k}", tensors) for k, v in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"state at {path or '/'} is a {type(value).__name__}; checkpoints hold tensors and plain values only")
+    raise TypeError(
+        f"state at {path or '/'} is a {type(value).__name__}; checkpoints hold tensors and plain values only"
+    )
 
 
 def _key(key: Any) -> Any:

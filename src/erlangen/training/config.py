@@ -83,7 +83,8 @@ class TrainConfig:
             self,
             batch=batch,
             steps=self.steps or max(1, round(30 * records / batch)),
-            lr=self.lr or (1e-3 if self.optimizer.startswith("adam") else 1.0 / self.max_grad_norm * (1 - self.momentum)),
+            lr=self.lr
+            or (1e-3 if self.optimizer.startswith("adam") else 1.0 / self.max_grad_norm * (1 - self.momentum)),
             delta=self.delta if self.delta is not None else min(1e-5, 0.1 / records),
         )
 

@@ -1,11 +1,11 @@
 """A run and its folder: configuration, ledger, metrics, checkpoint, weights, summary, certificate.
 
-    config.json           every option, settled
-    ledger.jsonl (+.copy) what has been released, written before it is used
-    metrics.jsonl         public test metrics and ε, line by line
-    checkpoint.safetensors  everything a resumed run needs; never a seed
-    weights.safetensors   the released weights
-    summary.json, certificate.json, certificate.md
+config.json           every option, settled
+ledger.jsonl (+.copy) what has been released, written before it is used
+metrics.jsonl         public test metrics and ε, line by line
+checkpoint.safetensors  everything a resumed run needs; never a seed
+weights.safetensors   the released weights
+summary.json, certificate.json, certificate.md
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def resume(folder: str | Path, watch: Watcher | None = None, **changes: Any) -> 
         if saved.exists():
             state = checkpoint.load(saved)
             if not ledger.contains(state.get("ledger", {})):
-                raise ConfigError(f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back")
+                raise ConfigError(
+                    f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back"
+                )
             session.load_state_dict(state)
         for event, count in ledger.pairs():
             session.accountant.record(event, count)
@@ -100,7 +102,9 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
                 watch(session, metrics)
             if asked and session.step_count < last:
                 _record(session, folder, ledger)
-                raise Interrupted(f"stopped after step {session.step_count}; go on with: erlangen train --resume {folder}")
+                raise Interrupted(
+                    f"stopped after step {session.step_count}; go on with: erlangen train --resume {folder}"
+                )
     metrics = metrics or _record(session, folder, ledger)
     summary = summarise(session, metrics, time.perf_counter() - started)
     if folder is not None and ledger is not None:
@@ -111,7 +115,7 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
 
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:
     """Metrics of this moment, and a checkpoint of it."""
-    metrics = {"step": session.step_count, "epsilon": _number(session.epsilon()), **session.evaluate()}
+    metrics: dict[str, Any] = {"step": session.step_count, "epsilon": _number(session.epsilon()), **session.evaluate()}
     if session.config.non_private:
         metrics["non_private"] = dict(session.non_private)
     if folder is not None and ledger is not None:
@@ -210,7 +214,9 @@ def open_folder(out: str | Path, overwrite: bool) -> Path:
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
-            raise ConfigError(f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with --resume {folder}")
+            raise ConfigError(
+                f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with --resume {folder}"
+            )
         if not (folder / "config.json").exists():
             raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it")
         shutil.rmtree(folder)
@@ -244,7 +250,11 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
         "guarantee": guarantee,
         "steps": session.step_count,
         "planned_steps": config.steps,
-        "data": {"name": session.dataset.name, "records": len(session.dataset), "fingerprint": session.dataset.fingerprint()},
+        "data": {
+            "name": session.dataset.name,
+            "records": len(session.dataset),
+            "fingerprint": session.dataset.fingerprint(),
+        },
         "parameters": sum(p.numel() for p in session.model.parameters() if p.requires_grad),
         "randomness": mechanism.noise.description,
         "non_private": non_private(config),

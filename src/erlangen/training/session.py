@@ -1,9 +1,9 @@
 """One private training run in memory: data, model, mechanism, sampler and optimizer, made from a configuration.
 
-    session = Session(TrainConfig(epsilon=3.0))
-    while session.step_count < session.config.steps:
-        session.step()
-    session.epsilon()
+session = Session(TrainConfig(epsilon=3.0))
+while session.step_count < session.config.steps:
+    session.step()
+session.epsilon()
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Session:
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
         self.device = torch.device(_device(config.device))
-        self.x, self.y = torch.from_numpy(dataset.x_train).to(self.device), torch.from_numpy(dataset.y_train).to(self.device)
+        self.x, self.y = (
+            torch.from_numpy(dataset.x_train).to(self.device),
+            torch.from_numpy(dataset.y_train).to(self.device),
+        )
         self.model = self._model()
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.optimizer = self._optimizer()

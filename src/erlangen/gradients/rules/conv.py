@@ -96,7 +96,11 @@ class Conv(Piece):
         g, rows, (outputs, inputs) = self.geometry, self.x.shape[0], self.shape[:2]
         kernels = self.d.reshape(rows * outputs, 1, *self.d.shape[2:])
         maps = _PLAIN[len(g.kernel)](self.x.transpose(0, 1), kernels, None, g.dilation, g.padding, g.stride, rows)
-        maps = maps.unflatten(1, (self.count, self.views, outputs)).sum(2) if self.views > 1 else maps.unflatten(1, (rows, outputs))
+        maps = (
+            maps.unflatten(1, (self.count, self.views, outputs)).sum(2)
+            if self.views > 1
+            else maps.unflatten(1, (rows, outputs))
+        )
         for axis, size in enumerate(g.kernel, start=3):  # a stride that does not divide leaves a longer tail
             maps = maps.narrow(axis, 0, size)
         return maps.movedim(0, 2).reshape(self.count, outputs, inputs, *g.kernel)

@@ -73,4 +73,6 @@ def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
 def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
     shape = tuple(module.normalized_shape)
     run = lambda x, w, b: F.rms_norm(x, shape, w, module.eps)  # noqa: E731
-    return tapped_affine(tape, input, run, module.weight, None, _over_tokens(len(shape)), tape.batch_dim(input, len(shape)))
+    return tapped_affine(
+        tape, input, run, module.weight, None, _over_tokens(len(shape)), tape.batch_dim(input, len(shape))
+    )

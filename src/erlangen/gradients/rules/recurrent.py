@@ -7,6 +7,7 @@ weight needs one tap however long the sequence is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +41,17 @@ def _gru(x: Tensor, h: Tensor, state: State) -> State:
 @rule(nn.RNN, nn.LSTM, nn.GRU)
 def recurrent(module: nn.RNNBase, tape: Tape, input: Tensor, hx: Tensor | State | None = None) -> tuple[Tensor, object]:
     if not isinstance(input, Tensor) or input.ndim != 3:
-        raise TypeError(f"{type(module).__name__} trains privately on padded [batch, time, features] tensors, not packed ones")
+        raise TypeError(
+            f"{type(module).__name__} trains privately on padded [batch, time, features] tensors, not packed ones"
+        )
     x = input if module.batch_first else input.transpose(0, 1)
     states = _initial(module, x, hx)
-    cell = _lstm if module.mode == "LSTM" else _gru if module.mode == "GRU" else _rnn(
-        torch.tanh if module.mode == "RNN_TANH" else torch.relu
+    cell = (
+        _lstm
+        if module.mode == "LSTM"
+        else _gru
+        if module.mode == "GRU"
+        else _rnn(torch.tanh if module.mode == "RNN_TANH" else torch.relu)
     )
     directions = 2 if module.bidirectional else 1
     finals: list[State] = []
@@ -75,7 +82,10 @@ def _unroll(
     module: nn.RNNBase, tape: Tape, x: Tensor, cell: Cell, state: State, layer: int, direction: int
 ) -> tuple[Tensor, State]:
     suffix = f"_l{layer}" + ("_reverse" if direction else "")
-    get = lambda name: getattr(module, name + suffix, None)  # noqa: E731
+
+    def get(name: str) -> Any:
+        return getattr(module, name + suffix, None)
+
     w_hh, b_hh, w_hr = get("weight_hh"), get("bias_hh"), get("weight_hr")
     gates = tapped_linear(tape, x, get("weight_ih"), get("bias_ih"), 0)
     history: list[Tensor] = []

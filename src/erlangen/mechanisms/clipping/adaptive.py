@@ -20,9 +20,7 @@ class AdaptiveQuantile(ClippingRule):
     σ_g = (σ⁻² − (2σ_b)⁻²)^(−½), so that both releases together are one Gaussian of multiplier σ.
     """
 
-    def __init__(
-        self, bound: float, quantile: float = 0.5, rate: float = 0.2, count_std: float | None = None
-    ) -> None:
+    def __init__(self, bound: float, quantile: float = 0.5, rate: float = 0.2, count_std: float | None = None) -> None:
         super().__init__(bound)
         if not 0 < quantile < 1:
             raise ValueError(f"quantile is {quantile}; it must lie strictly between 0 and 1")
