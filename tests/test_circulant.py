@@ -117,6 +117,18 @@ def test_low_precision_norms_are_taken_in_float32(dtype):
     torch.testing.assert_close(norms, got.dense("weight").float().flatten(1).square().sum(1), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("layer", [CirculantLinear(8, 6, 4), CirculantConv2d(8, 6, 3, 4, padding=1)])
+def test_autocast(layer):
+    """Close to full precision, and the recorded gradients are those of the layer as it ran."""
+    x = torch.randn(3, 8) if isinstance(layer, CirculantLinear) else torch.randn(3, 8, 5, 5)
+    want = one_by_one(layer, (x,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(layer(x).float(), layer.to_dense().float()(x).float(), rtol=0.1, atol=0.1)
+        got = recorded(layer, (x,))
+    for name, w in want.items():
+        assert float((got.dense(name).float() - w).norm() / w.norm()) < 0.05
+
+
 def test_gram_norms_under_cancellation_are_never_too_small():
     """Huge tokens that cancel: the norm is rounded outwards, so a clip that trusts it lets nothing more through."""
     layer = CirculantLinear(32, 32, 4)

@@ -228,13 +228,15 @@ class CirculantConv2d(nn.Module):
         """The adjoint of `kernels`: [..., f·2p, 2q, k_h, k_w] → [..., p, q, b, k_h, k_w]."""
         p, q, b = self.weight.shape[:3]
         bins, lead = b // 2 + 1, gradient.shape[:-4]
-        g = gradient.reshape(*lead, bins, 2, p, 2, q, *self.kernel_size).movedim((-6, -4), (0, 1))
+        g = gradient.to(accumulate_dtype(gradient)).reshape(*lead, bins, 2, p, 2, q, *self.kernel_size)
+        g = g.movedim((-6, -4), (0, 1))
         hat = torch.complex(g[0, 0] + g[1, 1], g[0, 1] - g[1, 0]).movedim(-5, -3)  # [..., p, q, f, k, k]
         halved = hat / half_weights(b, hat).view(-1, 1, 1)
         return torch.fft.irfft(halved, b, dim=-3, norm="forward")
 
     def _output(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Grouped real channels back to ordinary ones."""
+        y = y.to(accumulate_dtype(y))  # autocast convolves in half precision, which has no complex numbers
         y = y.unflatten(1, (self.block_size // 2 + 1, 2, -1)).movedim(2, 0)  # [2, n, f, p, H, W]
         hat = torch.complex(y[0].contiguous(), y[1].contiguous()).movedim(1, -1)  # [n, p, H, W, f]
         out = torch.fft.irfft(hat, self.block_size, norm="ortho").movedim(-1, 2).flatten(1, 2)[:, : self.out_channels]
