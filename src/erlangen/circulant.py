@@ -305,7 +305,10 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
     grouped = _grouped(x, kernels, geometry)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
-        yield weight, Pulled(Conv(saved[0], cotangent, views, kernels.shape, geometry), module.pull_back)
+        # norms and sums from the same float32 values: rounding one of them alone could lift a term above its bound
+        d = cotangent.to(accumulate_dtype(cotangent))
+        seen = saved[0].to(cotangent.dtype).to(d.dtype)
+        yield weight, Pulled(Conv(seen, d, views, kernels.shape, geometry), module.pull_back)
 
     out = module._output(tape.tap(grouped, (x,), (weight,), pieces), None).to(input.dtype)
     if bias is None:
