@@ -98,6 +98,11 @@ def test_events_are_what_the_smallest_eigenvalue_says():
             assert mechanism.sensitivity == pytest.approx(0.5 * math.sqrt(count))
 
 
+def test_no_price_before_the_layers_are_known():
+    with pytest.raises(RuntimeError, match="bind"):
+        build("gredp", 1.0, PerLayer(1.0), as_published="complex").event()
+
+
 def test_theorem_two_is_priced_by_its_smaller_half():
     mechanism = build("gredp", 1.0, as_published="complex", split=(0.8, 0.6))
     assert mechanism.event() == gaussian(0.6)

@@ -66,6 +66,8 @@ class Layerwise(GaussianMechanism):
         return white * (self.layer_std(name) / self.std) ** 2 if self.std else white
 
     def event(self, noise_multiplier: float | None = None) -> DpEvent:
+        if isinstance(self.clipping, PerLayer) and not self.shapes:
+            raise RuntimeError(f"{self.name} clips per layer and does not know how many there are: call bind() first")
         sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         return gaussian(sigma * self.factor / math.sqrt(self._layers))
 
