@@ -263,8 +263,9 @@ class Angles(Direction):
         for columns, phi in angle_blocks(each, torch.where(has_direction, norms, 0.0)):
             difference = angle_difference if columns == last else torch.sub
             bound = 2 * limit if columns == last else limit
-            clipped = difference(phi, self._reference[columns].flip(0).to(phi)).clamp_(-bound, bound)
-            self._angles[columns] += (counts @ clipped.to(counts.dtype)).flip(0)
+            # the bound rounded to bfloat16 would be a larger one: clip in the precision of the sum
+            moved = difference(phi, self._reference[columns].flip(0).to(phi)).to(counts.dtype)
+            self._angles[columns] += (counts @ moved.clamp_(-bound, bound)).flip(0)
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()

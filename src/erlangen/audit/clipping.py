@@ -1,0 +1,75 @@
+"""Clipping rules: Σ_groups (w·‖g‖)² ≤ C² for every norm that floating point knows, and side queries that are paid for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from erlangen.audit.flow import TOLERANCE
+from erlangen.audit.verdict import Finding, failed, passed
+from erlangen.mechanisms.clipping import ClippingRule
+
+MakeRule = Callable[[float], ClippingRule]
+NAMES = ["first", "second", "third"]
+
+
+def _norms(groups: int, bound: float, dtype: torch.dtype) -> torch.Tensor:
+    """Zero, denormal, tiny, around C, huge; then random sizes over the whole exponent range.
+
+    Norms come as roots of squared norms, so none is above √max: beyond, the square is infinite and the record is dropped.
+    """
+    info = torch.finfo(dtype)
+    largest = math.sqrt(info.max)
+    edge = torch.tensor(bound, dtype=dtype)
+    infinity = torch.tensor(math.inf, dtype=dtype)
+    special = [0.0, 5e-324 if dtype == torch.float64 else 1e-45, info.tiny, info.eps, float(torch.nextafter(edge, -infinity)),
+               bound, float(torch.nextafter(edge, infinity)), 2 * bound, 1e18, largest / 4, largest]  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    low, high = math.log(info.tiny), math.log(largest)
+    random = torch.exp(torch.rand(groups, 5000, generator=generator, dtype=torch.float64) * (high - low) + low)
+    near = bound * (0.5 + torch.rand(groups, 5000, generator=generator, dtype=torch.float64))
+    first = torch.tensor(special, dtype=torch.float64).expand(groups, -1)
+    return torch.cat([first, random, near], 1).clamp(max=largest).to(dtype)
+
+
+def audit_clipping(name: str, make: MakeRule) -> Finding:
+    """Over bounds from 1e-3 to 1e3, in single and double precision."""
+    worst, tried = 0.0, 0
+    for bound in (1e-3, 0.1, 1.0, 37.0, 1e3):
+        for dtype in (torch.float32, torch.float64):
+            rule = make(bound)
+            rule.prepare(1.0, 16.0)
+            norms = _norms(len(rule.groups(NAMES)), bound, dtype)
+            w = rule.weights(norms)
+            tried += norms.shape[1]
+            if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
+                return failed(name, "clipping", f"a weight is {float(w[~(w >= 0) | ~torch.isfinite(w)][0])} at C = {bound:g}", tried)
+            moved = (w.double() * norms.double()).square().sum(0).sqrt() / rule.sensitivity
+            worst = max(worst, float(moved.max()))
+            if worst > 1 + TOLERANCE:
+                at = norms[:, int(moved.argmax())].tolist()
+                reason = f"gradients of norms {at} pass at {worst:.6g} times the sensitivity {rule.sensitivity:g}"
+                return failed(name, "clipping", reason, tried, {"sensitivity": worst})
+            problem = _side(rule, norms)
+            if problem:
+                return failed(name, "clipping", problem, tried)
+    return passed(name, "clipping", tried, {"sensitivity": worst})
+
+
+def _side(rule: ClippingRule, norms: torch.Tensor) -> str | None:
+    """What else is asked must stay within its sensitivity, and gradient and side query together within σ."""
+    query = rule.side_query(norms)
+    if query is None:
+        return None if rule.gradient_multiplier(1.0) >= 1.0 else "the gradient gets less noise than claimed"
+    if bool((query.values.abs() > query.sensitivity * (1 + TOLERANCE)).any()):
+        return f"a side query of sensitivity {query.sensitivity:g} has the value {float(query.values.abs().max()):g}"
+    for sigma in (0.5, 1.0, 3.0):
+        rule.prepare(sigma, 16.0)
+        gradient = rule.gradient_multiplier(sigma) ** -2
+        side = (query.sensitivity / query.std) ** 2 if query.std > 0 else math.inf
+        if gradient + side > sigma**-2 * (1 + TOLERANCE):
+            joint = (gradient + side) ** -0.5 if math.isfinite(side) else 0.0
+            return f"gradient and side query together have multiplier {joint:.5g}, not {sigma:g}"
+    return None

@@ -1,0 +1,134 @@
+"""One example of every layer type that has a per-sample rule, and of every Lipschitz layer.
+
+A type that is registered but has no example here is reported as not audited, so that none escapes. A layer class may bring its
+own: a class attribute ``audit_example`` that holds an `Example`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from erlangen.audit.layers import Example
+
+#: packages whose import registers rules
+REGISTER = ("erlangen.circulant", "erlangen.equivariant")
+
+
+def _floats(*shape: int) -> Callable[[int], Tensor]:
+    return lambda rows: torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))
+
+
+def _tokens(rows: int) -> Tensor:
+    return torch.randint(0, 7, (rows, 4), generator=torch.Generator().manual_seed(1))
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class _Outputs(nn.Module):
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+def examples() -> dict[type[nn.Module], Example]:
+    """By registered type."""
+    from erlangen import equivariant as eq
+    from erlangen.circulant import CirculantConv2d, CirculantLinear
+
+    fields = eq.regular_fields(eq.cyclic(4), 2)
+    vectors = eq.fields(eq.irrep(eq.so2(), 1), 2)
+    return {
+        nn.Linear: Example(lambda: nn.Linear(5, 3), _floats(4, 5)),
+        nn.MultiheadAttention: Example(_SelfAttention, _floats(4, 8)),
+        nn.Conv1d: Example(lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1), _floats(3, 9)),
+        nn.Conv2d: Example(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), _floats(4, 6, 5)),
+        nn.Conv3d: Example(lambda: nn.Conv3d(2, 3, 2, padding=1), _floats(2, 4, 4, 3)),
+        nn.ConvTranspose1d: Example(lambda: nn.ConvTranspose1d(3, 4, 3, stride=2), _floats(3, 5)),
+        nn.ConvTranspose2d: Example(lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1), _floats(4, 4, 5)),
+        nn.ConvTranspose3d: Example(lambda: nn.ConvTranspose3d(2, 3, 2), _floats(2, 3, 3, 3)),
+        nn.Embedding: Example(lambda: nn.Embedding(7, 3, padding_idx=2), _tokens),
+        nn.GroupNorm: Example(lambda: nn.GroupNorm(2, 6), _floats(6, 3, 4)),
+        nn.InstanceNorm1d: Example(lambda: nn.InstanceNorm1d(3, affine=True), _floats(3, 6)),
+        nn.InstanceNorm2d: Example(lambda: nn.InstanceNorm2d(3, affine=True), _floats(3, 4, 4)),
+        nn.InstanceNorm3d: Example(lambda: nn.InstanceNorm3d(3, affine=True), _floats(3, 4, 2, 2)),
+        nn.LayerNorm: Example(lambda: nn.LayerNorm(6), _floats(3, 6)),
+        nn.RMSNorm: Example(lambda: nn.RMSNorm(6), _floats(3, 6)),
+        nn.RNN: Example(lambda: _Outputs(nn.RNN(4, 3, batch_first=True)), _floats(5, 4)),
+        nn.LSTM: Example(lambda: _Outputs(nn.LSTM(4, 3, batch_first=True, bidirectional=True)), _floats(5, 4)),
+        nn.GRU: Example(lambda: _Outputs(nn.GRU(4, 3, batch_first=True)), _floats(5, 4)),
+        CirculantLinear: Example(lambda: CirculantLinear(6, 5, 3), _floats(4, 6)),
+        CirculantConv2d: Example(lambda: CirculantConv2d(4, 4, 3, 2, padding=1), _floats(4, 5, 5)),
+        eq.SteerableConv2d: Example(lambda: eq.SteerableConv2d(fields, fields, 3, padding=1), _floats(fields.size, 6, 6)),
+        eq.EquivariantGroupNorm: Example(lambda: eq.EquivariantGroupNorm(fields), _floats(fields.size, 4, 4)),
+        eq.FieldInstanceNorm: Example(lambda: eq.FieldInstanceNorm(vectors), _floats(vectors.size, 4, 4)),
+        eq.NormNonlinearity: Example(lambda: eq.NormNonlinearity(vectors), _floats(vectors.size, 4, 4)),
+    }
+
+
+def layer_examples() -> dict[type[nn.Module], Example | None]:
+    """Every registered type with its example, or None where there is none."""
+    for package in REGISTER:
+        importlib.import_module(package)
+    from erlangen.gradients import registered
+
+    known = examples()
+    return {kind: known.get(kind, getattr(kind, "audit_example", None)) for kind in registered()}
+
+
+def bounded_examples() -> dict[type[nn.Module], tuple[Any, tuple[int, ...]] | None]:
+    """Every Lipschitz layer with parameters: (layer, input shape), or None where there is no example."""
+    from erlangen import lipschitz as lip
+    from erlangen.lipschitz.base import LipschitzLayer
+
+    image, flat = (2, 6, 6), (5,)
+    known: dict[type[nn.Module], tuple[Callable[[], Any], tuple[int, ...]]] = {
+        lip.SpectralDense: (lambda: lip.SpectralDense(5, 4, bias=True), (3, 5)),
+        lip.FrobeniusDense: (lambda: lip.FrobeniusDense(5, 4, bias=True), flat),
+        lip.OrthogonalDense: (lambda: lip.OrthogonalDense(5, 4), flat),
+        lip.SpectralConv2d: (lambda: lip.SpectralConv2d(2, 3, 3, bias=True), image),
+        lip.OrthogonalConv2d: (lambda: lip.OrthogonalConv2d(2, 3, 3), image),
+        lip.Bias: (lambda: lip.Bias(2), image),
+        lip.AvgPool2d: (lambda: lip.AvgPool2d(3, 2), image),
+        lip.MaxPool2d: (lambda: lip.MaxPool2d(3, 2), image),
+        lip.L2NormPool2d: (lambda: lip.L2NormPool2d(2), image),
+        lip.GlobalAvgPool: (lambda: lip.GlobalAvgPool(), image),
+        lip.TokenMean: (lambda: lip.TokenMean(), (4, 5)),
+        lip.MaxMin: (lambda: lip.MaxMin(), image),
+        lip.GroupSort: (lambda: lip.GroupSort(2), image),
+        lip.FullSort: (lambda: lip.FullSort(), flat),
+        lip.ReLU: (lambda: lip.ReLU(), image),
+        lip.Householder: (lambda: lip.Householder(4), (4,)),
+        lip.Flatten: (lambda: lip.Flatten(), image),
+        lip.Permute: (lambda: lip.Permute(2, 1), (4, 5)),
+        lip.Tokens: (lambda: lip.Tokens(), image),
+        lip.InvertibleDownsampling: (lambda: lip.InvertibleDownsampling(2), image),
+        lip.LayerCentering: (lambda: lip.LayerCentering(), flat),
+        lip.Residual: (lambda: lip.Residual(lip.SpectralDense(5, 5)), flat),
+        lip.BackwardClip: (lambda: lip.BackwardClip(0.5), flat),
+    }
+    abstract = {LipschitzLayer, lip.Constrained, lip.Sequential, lip.BoundedInput, lip.AdaptiveBackwardClip}
+    out: dict[type[nn.Module], tuple[Any, tuple[int, ...]] | None] = {}
+    stack = [LipschitzLayer]
+    while stack:
+        kind = stack.pop()
+        stack.extend(kind.__subclasses__())
+        if kind in abstract or kind.__name__.startswith("_") or not kind.__module__.startswith("erlangen.lipschitz"):
+            continue
+        entry = known.get(kind)
+        out[kind] = None if entry is None else (entry[0], entry[1])
+    return out

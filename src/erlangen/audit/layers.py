@@ -1,0 +1,117 @@
+"""Layer rules: what a rule tells the tape is what ordinary autograd says, one sample at a time; and clipping holds end to end."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from erlangen.audit.flow import TOLERANCE
+from erlangen.audit.verdict import Finding, failed, passed
+from erlangen.gradients import Tape, attach, detach
+from erlangen.gradients.tape import STRATEGIES, PerSampleGradients
+from erlangen.mechanisms.gaussian import GaussianMechanism
+
+AGREEMENT = 1e-4
+
+
+@dataclass(frozen=True)
+class Example:
+    """A layer and inputs for it: ``inputs(rows)`` is a batch of that many rows."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+
+
+def _loss(out: object) -> Tensor:
+    """A nonlinear loss per row of whatever tensors a layer returns."""
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor)]
+    return torch.stack([(o.flatten(1).sin() + 0.1 * o.flatten(1).square()).sum(1) for o in outs]).sum(0)
+
+
+def recorded(module: nn.Module, x: Tensor, strategy: str) -> PerSampleGradients:
+    tape = Tape(dict(module.named_parameters()), "sum", strategy)
+    attach(module, tape)
+    try:
+        _loss(module(x)).sum().backward()
+        return tape.gradients()
+    finally:
+        detach(module)
+
+
+def one_by_one(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    plain, rows = copy.deepcopy(module), []
+    for r in range(x.shape[0]):
+        plain.zero_grad()
+        _loss(plain(x[r : r + 1])).sum().backward()
+        rows.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in plain.named_parameters()})
+    return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
+
+
+def audit_layer(name: str, example: Example, rows: int = 3) -> Finding:
+    """Agreement of gradients, norms and sums for every strategy; then contributions under hostile inputs, also in bfloat16."""
+    torch.manual_seed(0)
+    module = example.build()
+    for p in module.parameters():
+        if p.ndim == 1:  # affine parameters at their defaults hide mistakes
+            p.data.add_(0.3 * torch.randn_like(p))
+    problem = _agreement(module, example.inputs(rows)) or _contributions(module, example.inputs(rows))
+    return failed(name, "layer rule", problem) if problem else passed(name, "layer rule", rows * len(STRATEGIES))
+
+
+def _agreement(module: nn.Module, x: Tensor) -> str | None:
+    want = one_by_one(module, x)
+    for strategy in STRATEGIES:
+        problem = _difference(recorded(module, x, strategy), want, strategy)
+        if problem:
+            return problem
+    return None
+
+
+@torch.no_grad()
+def _difference(got: PerSampleGradients, want: dict[str, Tensor], strategy: str) -> str | None:
+    mix = torch.linspace(0.2, 1.0, got.owners)
+    total = math.sqrt(sum(float(w.square().sum()) for w in want.values())) + 1e-30
+    norms, sums = got.norms_squared(), got.weighted_sum({n: mix for n in got.names})
+    for name, w in want.items():
+        if name not in got.names:
+            if float(w.abs().max()) > 0:
+                return f"the gradient of {name!r} is not recorded: it would be released without clipping"
+            continue
+        error = {
+            "gradients": float((got.dense(name) - w).norm()),
+            "norms": float((norms[name].sqrt() - w.flatten(1).norm(dim=1)).abs().max()),
+            "sums": float((sums[name] - torch.einsum("n,n...->...", mix, w)).norm()),
+        }
+        for what, value in error.items():
+            if not value / total < AGREEMENT:
+                return f"{what} of {name!r} differ from autograd by {value / total:.2g} ({strategy})"
+    return None
+
+
+def _contributions(module: nn.Module, x: Tensor, bound: float = 0.5) -> str | None:
+    """One row through tape and clip without noise: never longer than C, whatever the row holds."""
+    cases = [(x[:1] * s, None) for s in (1.0, 1e-20, 1e6, 1e18)] if x.is_floating_point() else [(x[:1], None)]
+    if x.is_floating_point():
+        cases += [(torch.full_like(x[:1], bad), None) for bad in (math.nan, math.inf)]
+        cases.append((x[:1], torch.bfloat16))
+    for row, dtype in cases:
+        layer = module if dtype is None else copy.deepcopy(module).to(dtype)
+        try:
+            gradients = recorded(layer, row.to(dtype) if dtype else row, "auto")
+        except (RuntimeError, NotImplementedError) as error:
+            if dtype is not None and "not implemented" in str(error):
+                continue  # this layer has no bfloat16 kernel here at all
+            raise
+        clip = GaussianMechanism(0.0, bound)
+        clip.bind(dict(layer.named_parameters()))
+        with torch.no_grad():
+            released = clip.release(gradients, 1.0)
+        length = math.sqrt(sum(float(t.double().square().sum()) for t in released.values()))
+        if not length <= bound * (1 + TOLERANCE):
+            return f"one row contributes {length:.6g} at C = {bound:g} (input of size {float(row.abs().max()):.3g}, {dtype or row.dtype})"
+    return None

@@ -1,0 +1,223 @@
+"""The static audit: seconds, deterministic where it can be, over everything that is registered.
+
+Mechanisms, clipping rules, samplers, noise sources, layer rules and Lipschitz layers are found by their registries, so that a
+new one cannot escape: what cannot be built or has no example is `inconclusive`, which is not a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from erlangen.audit.clipping import audit_clipping
+from erlangen.audit.examples import bounded_examples, layer_examples
+from erlangen.audit.flow import audit_flow
+from erlangen.audit.layers import audit_layer
+from erlangen.audit.montecarlo import Releaser, Subject
+from erlangen.audit.randomness import audit_noise, audit_sampler
+from erlangen.audit.verdict import CONFIDENCE, Finding, corrected, failed, passed, unable
+from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, mechanisms
+from erlangen.mechanisms.clipping import clipping_rules
+
+#: options under which a registered mechanism is audited; a builder may bring its own as an attribute ``audited``
+VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "spectral": ({}, {"order": "clip-first"}, {"as_published": True}),
+    "gredp": ({}, {"as_published": "complex"}, {"as_published": "real"}, {"as_published": "per-sample"}),
+    "geodp": ({}, {"form": "shrink"}, {"form": "angles"}, {"magnitude": "scaled"}, {"as_published": True, "beta": 0.1}),
+    "clipless": ({"loss": 1.0}, {"loss": 1.0, "split": "local"}, {"loss": 1.0, "split": "global"}),
+}
+BATCH = 4.0
+
+
+def small_network() -> nn.Module:
+    """A convolution with a bias and a linear head: 10 + 8 + 2 … few enough parameters for full covariances."""
+    return nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(4, 2, bias=False))
+
+
+def small_lipschitz_network() -> nn.Module:
+    from erlangen import lipschitz as lip
+
+    return lip.Sequential(lip.BoundedInput((1, 3, 3), 1.0), lip.SpectralConv2d(1, 1, 3, bias=True), lip.Flatten(), lip.SpectralDense(9, 2))
+
+
+NETWORKS: tuple[Callable[[], nn.Module], ...] = (small_network, small_lipschitz_network)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build one registered mechanism for an audit, again and again."""
+
+    mechanism: str
+    options: Mapping[str, Any]
+    network: Callable[[], nn.Module] = small_network
+    clipping: str = "flat"
+    bound: float = 0.7
+    sigma: float = 1.0
+    seed: int | None = None
+    batch: float = BATCH
+
+    @property
+    def name(self) -> str:
+        told = ", ".join(f"{k}={v}" for k, v in self.options.items() if k != "loss")
+        rule = "" if self.clipping == "flat" else f", {self.clipping}"
+        return self.mechanism + rule + (f" ({told})" if told else "")
+
+    def build(self) -> Mechanism:
+        torch.manual_seed(0)
+        module = self.network()
+        rule = make_clipping(self.clipping, self.bound)
+        context = Context(self.sigma, rule, StreamNoise(self.seed, "audit"), module, self.batch, dict(self.options))
+        mechanism = mechanisms()[self.mechanism](context)
+        mechanism.bind(dict(module.named_parameters()), self.batch)
+        return mechanism
+
+    def subject(self) -> Subject:
+        return Subject(self.name, self.build, dict(self.build().shapes))
+
+
+def recipes(**settings: Any) -> Iterator[Recipe | tuple[str, str]]:
+    """A recipe for every variant of every registered mechanism, or (name, why it could not be built)."""
+    for name, builder in mechanisms().items():
+        for options in VARIANTS.get(name, getattr(builder, "audited", ({},))):
+            yield first_that_builds(name, options, **settings)
+
+
+def first_that_builds(name: str, options: Mapping[str, Any], **settings: Any) -> Recipe | tuple[str, str]:
+    reasons = []
+    for network in NETWORKS:
+        recipe = Recipe(name, options, network, **settings)
+        try:
+            recipe.build()
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
+            continue
+        return recipe
+    return Recipe(name, options).name, reasons[-1]
+
+
+def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
+    """The released noise against the covariance that the mechanism states: its least eigenvalue, relative to the statement.
+
+    In coordinates where the stated covariance is the identity, the least eigenvalue of a sample covariance of n Gaussian draws
+    in d dimensions is at least (1 − √(d/n) − t/√n)² except with probability e^(−t²/2) (Davidson and Szarek). Directions that
+    are stated to carry no noise must carry nothing at all.
+    """
+    releaser = Releaser(subject)
+    mechanism = releaser.mechanism
+    assert isinstance(mechanism, Mechanism)
+    nobody = {n: torch.zeros(0, *s) for n, s in subject.shapes.items()}
+    scale = mechanism.expected_batch
+    stated = torch.block_diag(*[mechanism.covariance(n) for n in subject.shapes]).double()
+    drawn = releaser.draw(nobody, trials).double() * scale
+    values, vectors = torch.linalg.eigh(stated)
+    live = values > 1e-9 * values.max()
+    silent = float((drawn @ vectors[:, ~live]).abs().max()) if bool((~live).any()) else 0.0
+    if silent > 1e-4 * math.sqrt(float(values.max())):
+        return failed(subject.name, "covariance", f"a direction stated to be zero is released with size {silent:.3g}", trials)
+    white = drawn @ (vectors[:, live] / values[live].sqrt())
+    least = float(torch.linalg.eigvalsh(white.T @ white / trials)[0])
+    d, t = int(live.sum()), math.sqrt(-2 * math.log(1 - CONFIDENCE))
+    limit = max(0.0, 1 - math.sqrt(d / trials) - t / math.sqrt(trials)) ** 2
+    slack = 1 - math.sqrt(d / trials) - math.sqrt(least)
+    p = min(1.0, math.exp(-(max(slack, 0.0) ** 2) * trials / 2))
+    facts = {"least_eigenvalue": least, "limit": limit, "dimension": d}
+    if least < limit:
+        reason = f"some direction has {least:.4g} of the stated noise variance (limit {limit:.4g})"
+        return failed(subject.name, "covariance", reason, trials, facts, p)
+    return passed(subject.name, "covariance", trials, facts, p)
+
+
+def states_its_covariance(mechanism: Mechanism) -> bool:
+    """Whether what is released is the noised sum itself; others post-process it, or have no guarantee to state."""
+    from erlangen.mechanisms import Clipless, GaussianMechanism, PublishedGeoDP
+
+    return isinstance(mechanism, (GaussianMechanism, Clipless)) and not isinstance(mechanism, PublishedGeoDP)
+
+
+def audit_mechanism(recipe: Recipe) -> Iterator[Finding]:
+    yield audit_flow(recipe.name, recipe.build, recipe.build().shapes, recipe.bound)
+    if states_its_covariance(recipe.build()):
+        yield audit_covariance(recipe.subject())
+
+
+def audit_bounds(name: str, build: Callable[[], Any], shape: tuple[int, ...], steps: int = 15) -> Finding:
+    """A Lipschitz layer's three bounds under gradient ascent, at its initial weights and at wild ones after projection."""
+    from erlangen.lipschitz import check_layer
+
+    torch.manual_seed(0)
+    worst = 0.0
+    try:
+        for attempt in range(3):
+            layer = build()
+            if attempt:
+                for p in layer.parameters():
+                    p.data.normal_(0, 10.0**attempt)
+                layer.project()
+            report = check_layer(layer, shape, steps=steps, restarts=4, move_weights=attempt == 0, seed=attempt)
+            worst = max(worst, report.worst)
+    except AssertionError as error:
+        return failed(name, "bounds", str(error))
+    return passed(name, "bounds", facts={"found_over_certified": worst})
+
+
+def guarded(name: str, audit: str, run: Callable[[], Finding]) -> Finding:
+    """An audit that cannot run is inconclusive, never a pass and never a crash of the others."""
+    try:
+        return run()
+    except Exception as error:
+        return unable(name, audit, f"{type(error).__name__}: {error}")
+
+
+def static_audit(progress: Callable[[str], None] = lambda name: None) -> list[Finding]:
+    """Every registered thing; verdicts corrected for their number (Holm)."""
+    findings: list[Finding] = []
+    for recipe in recipes():
+        if isinstance(recipe, tuple):
+            findings.append(unable(recipe[0], "flow", f"could not be built: {recipe[1]}"))
+            continue
+        progress(recipe.name)
+        findings.append(guarded(recipe.name, "flow", lambda r=recipe: audit_flow(r.name, r.build, r.build().shapes, r.bound)))  # type: ignore[misc]
+        if states_its_covariance(recipe.build()):
+            findings.append(guarded(recipe.name, "covariance", lambda r=recipe: audit_covariance(r.subject())))  # type: ignore[misc]
+    for name, rule in clipping_rules().items():
+        progress(name)
+        findings.append(guarded(name, "clipping", lambda n=name, r=rule: audit_clipping(n, r)))  # type: ignore[misc]
+        clipped = Recipe("iso", {}, clipping=name)
+        findings.append(guarded(clipped.name, "flow", lambda r=clipped: audit_flow(r.name, r.build, r.build().shapes, r.bound)))  # type: ignore[misc]
+    findings += list(_randomness(progress))
+    findings += list(_layers(progress))
+    return corrected(findings)
+
+
+def _randomness(progress: Callable[[str], None]) -> Iterator[Finding]:
+    from erlangen.sampling import samplers
+
+    progress("noise")
+    yield guarded("stream noise", "noise", lambda: audit_noise("stream noise", lambda s, r, k: StreamNoise(s, r, k)))
+    yield guarded("secure noise", "noise", lambda: audit_noise("secure noise", lambda s, r, k: SecureNoise()))
+    for name, kind in samplers().items():
+        progress(name)
+        for secure in (False, True):
+            label = f"{name} sampler" + (", secure" if secure else "")
+            make = lambda n, b, s, r, c=kind, k=secure: c(n, b, None if k else s, r, k)  # noqa: E731
+            yield guarded(label, "sampler", lambda m=make, l=label: audit_sampler(l, m))  # type: ignore[misc]
+
+
+def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
+    for kind, example in layer_examples().items():
+        progress(kind.__name__)
+        if example is None:
+            yield unable(kind.__name__, "layer rule", "registered, but erlangen.audit.examples has no example of it")
+        else:
+            yield guarded(kind.__name__, "layer rule", lambda k=kind, e=example: audit_layer(k.__name__, e))  # type: ignore[misc]
+    for kind, entry in bounded_examples().items():
+        progress(kind.__name__)
+        if entry is None:
+            yield unable(kind.__name__, "bounds", "a Lipschitz layer without an example in erlangen.audit.examples")
+        else:
+            yield guarded(kind.__name__, "bounds", lambda k=kind, e=entry: audit_bounds(k.__name__, *e))  # type: ignore[misc]
