@@ -126,7 +126,7 @@ def test_full_covariance_of_what_is_released(name, shape):
 
 
 def test_an_un_noised_last_bin_is_caught():
-    """The broken twin found in public code: noise on all bins of the half spectrum but the last."""
+    """The broken twin: noise on all bins of the half spectrum but the last."""
     rows = 40_000
     noise = torch.fft.rfft(torch.randn(rows, 8, dtype=torch.float64), norm="ortho")
     noise[:, -1] = 0
