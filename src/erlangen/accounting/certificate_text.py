@@ -45,17 +45,14 @@ def number(value: Any) -> str:
 
 def _rows(c: Mapping[str, Any]) -> list[tuple[str, Any]]:
     g = c["guarantee"]
-    mechanism = c.get("mechanism")
-    if isinstance(mechanism, Mapping):
-        mechanism = "; ".join(f"{key}: {_line(value)}" for key, value in mechanism.items())
     return [
         ("ε by PLD / by RDP", f"{number(g['epsilon']['pld'])} / {number(g['epsilon']['rdp'])}"),
         ("δ", number(c["delta"])),
         ("Gaussian equivalent μ", number(g["gdp_mu"])),
         ("neighbouring data sets", c["neighbouring"]),
         ("unit of privacy", c["unit"]),
-        ("sampler", c.get("sampler") or "not stated"),
-        ("mechanism", mechanism or "not stated"),
+        ("sampler", _facts(c.get("sampler"))),
+        ("mechanism", _facts(c.get("mechanism"))),
         ("releases", c["steps"]),
         ("data", f"{c['data']['size'] or 'unknown'} records, fingerprint {c['data']['fingerprint'] or 'unknown'}"),
         ("randomness", c["randomness"]),
@@ -63,6 +60,13 @@ def _rows(c: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("ledger", "; ".join(c["ledger"]["notes"]) or "intact"),
         ("run", f"{c['run']}, {c['created']}"),
     ]
+
+
+def _facts(value: Any) -> Any:
+    """A mapping as "key: value; …"."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {number(v)}" for key, v in value.items())
+    return value or "not stated"
 
 
 def _meaning(c: Mapping[str, Any]) -> list[str]:

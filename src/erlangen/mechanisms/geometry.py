@@ -37,6 +37,11 @@ class Geometry:
         """Per-coordinate variance of T⁺z for white z of variance 1 (the diagonal of T⁺T⁺ᵀ)."""
         return 1.0
 
+    def covariance_words(self, std: float) -> str:
+        """The released covariance for people."""
+        shape = "I" if type(self) is Geometry else f"T⁺T⁺ᵀ, T = {type(self).__name__}"
+        return f"{std**2:.4g}·{shape}"
+
 
 class Diagonal(Geometry):
     """T = diag(1/m): coordinates with a large m are clipped less and noised more. m must not depend on the data."""
@@ -70,3 +75,7 @@ class Diagonal(Geometry):
 
     def energy(self, name: str, like: Tensor) -> Tensor | float:
         return self.m[name].to(like).square()
+
+    def covariance_words(self, std: float) -> str:
+        low, high = (f(float(f(t)) for t in self.m.values()) for f in (min, max))
+        return f"{std**2:.4g}·diag(m²), m from {low:.4g} to {high:.4g}"
