@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import math
 
 import pytest
@@ -32,15 +32,11 @@ from erlangen.lipschitz import (
     lipschitz_constant,
     output,
 )
+from erlangen.lipschitz.audit import audit_network, networks
 from erlangen.lipschitz.base import MARGIN
-from erlangen.models.lipschitz import lipschitz_lenet, lipschitz_mixer, lipschitz_resnet, lipschitz_vgg
+from erlangen.models.lipschitz import lipschitz_vgg
 
-SMALL = {
-    "lenet": lambda: lipschitz_lenet((1, 8, 8), 4, bound=3.0, width=4),
-    "vgg": lambda: lipschitz_vgg((3, 8, 8), 4, size=(6, 8, 10), bound=3.0, centre=True, colour="yuv"),
-    "resnet": lambda: lipschitz_resnet((3, 8, 8), 4, width=4, blocks=1, bound=3.0),
-    "mixer": lambda: lipschitz_mixer((3, 8, 8), 4, width=8, blocks=1, bound=3.0, backward_clip=1.0),
-}
+SMALL = networks()
 
 
 def test_algorithm_one_in_closed_form():
@@ -205,31 +201,19 @@ def test_a_frozen_parameter_needs_no_bound():
     assert list(backpropagate_bounds(net, 1.0)) == ["2.weight"]
 
 
-def train(net, steps, lr):
-    """Noisy steps on random labels, projected: the weights that private training walks through."""
-    generator = torch.Generator().manual_seed(0)
-    loss, shape = CrossEntropy(10.0), net[0].shape
-    for _ in range(steps):
-        x = torch.randn(8, *shape, generator=generator)
-        y = torch.randint(4, (8,), generator=generator)
-        net.zero_grad()
-        loss(net(x), y).backward()
-        with torch.no_grad():
-            for p in net.parameters():
-                noise = torch.randn(p.shape, generator=generator) / p.numel() ** 0.5
-                p.sub_(lr * (p.grad / (p.grad.norm() + 1e-12) + 0.3 * noise))
-            net.project()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_trained_models_withstand_the_search(name):
-    torch.manual_seed(0)
-    net = SMALL[name]()
-    train(net, 500, 0.05)
-    before = copy.deepcopy(net.state_dict())
-    for dtype in (torch.float64, torch.float32):
-        for moving in (False, True):
-            report = check_sensitivity(net, CrossEntropy(10.0), steps=15, restarts=8, move_weights=moving, dtype=dtype)
-            assert report.worst <= 1.0
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    found = audit_network(name, SMALL[name], train_steps=500)
+    assert found["passed"], found["error"]
+    assert 0.1 < found["worst"] <= 1.0
+
+
+def test_the_audit_reports_a_wrong_bound():
+    def wrong():
+        return Sequential(BoundedInput((8,), 2.0), OrthogonalDense(8, 8), MaxMin(-1), Optimist(8, 4))
+
+    found = audit_network("wrong", wrong, train_steps=3, steps=5, restarts=3)
+    assert not found["passed"]
+    assert "3.weight" in found["error"]
+    json.dumps(found)

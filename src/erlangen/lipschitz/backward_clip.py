@@ -41,12 +41,12 @@ def limited(cotangent: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor]:
 class _Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: BackwardClip) -> Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.rows = layer, layer.rows
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.layer.cut(cotangent), None
+        return ctx.layer.cut(cotangent, ctx.rows), None
 
 
 class BackwardClip(LipschitzLayer):
@@ -62,15 +62,15 @@ class BackwardClip(LipschitzLayer):
     def forward(self, x: Tensor) -> Tensor:
         return _Clip.apply(x, self)
 
-    def scale(self, cotangent: Tensor) -> Tensor:
+    def scale(self, cotangent: Tensor, rows: RowScale | None) -> Tensor:
         """Per row, what the loss was multiplied by: 1/n for a mean outside private training."""
-        if self.rows is not None:
-            return self.rows.scale.to(cotangent.device)
+        if rows is not None:
+            return rows.scale.to(cotangent.device)
         n = cotangent.shape[0]
         return torch.full((n,), 1.0 / max(n, 1) if self.reduction == "mean" else 1.0, device=cotangent.device)
 
-    def cut(self, cotangent: Tensor) -> Tensor:
-        return limited(cotangent, self.bound * self.scale(cotangent))[0]
+    def cut(self, cotangent: Tensor, rows: RowScale | None) -> Tensor:
+        return limited(cotangent, self.bound * self.scale(cotangent, rows))[0]
 
     def backpropagate_cotangent(self, x: Activation, g: float) -> float:
         return min(g, self.bound) * x.rounded
@@ -97,19 +97,20 @@ class AdaptiveBackwardClip(BackwardClip):
         if not rate > 0 or (count_std is not None and not count_std > 0):
             raise ValueError(f"rate is {rate} and count_std {count_std}; both must be positive")
         self.quantile, self.rate, self.count_std, self._open = quantile, rate, count_std, count_std is None
-        self.total = 0.0
+        #: the count of the last backward pass, and of those that were taken into this release
+        self.pending, self.total = 0.0, 0.0
 
     def prepare(self, noise_multiplier: float, expected_batch: float) -> None:
         """Settle the noise of the count if it was left open: a twentieth of a batch, at most 1 % of the budget."""
         if self._open:
             self.count_std = max(expected_batch / 20.0, 5.0 * noise_multiplier)
 
-    def cut(self, cotangent: Tensor) -> Tensor:
-        scale = self.scale(cotangent)
+    def cut(self, cotangent: Tensor, rows: RowScale | None) -> Tensor:
+        scale = self.scale(cotangent, rows)
         cut, norms = limited(cotangent, self.bound * scale)
-        share = torch.ones_like(norms) if self.rows is None else self.rows.share.to(norms)
-        below = (norms <= self.bound * scale).to(norms.dtype) - 0.5
-        self.total += float((share * below).sum().detach())
+        if rows is not None:
+            below = (norms <= self.bound * scale).to(norms.dtype) - 0.5
+            self.pending = float((rows.share.to(norms) * below).sum().detach())
         return cut
 
     def update(self, noisy_total: float, expected_batch: float) -> None:

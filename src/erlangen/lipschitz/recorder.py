@@ -23,7 +23,7 @@ from torch.func import functional_call
 from erlangen.gradients.attach import PrivateForward, attach, detach
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import PerSampleGradients, Tape
-from erlangen.lipschitz.backward_clip import BackwardClip, RowScale, limited
+from erlangen.lipschitz.backward_clip import AdaptiveBackwardClip, BackwardClip, RowScale, limited
 
 
 class SummedGradients(PerSampleGradients):
@@ -46,25 +46,35 @@ class _Gate(torch.autograd.Function):
 
 
 class Recorder(Tape):
-    """Stands in for a tape. With ``backstop`` the per-sample tape runs too, behind the same gate."""
+    """Stands in for a tape. ``mode`` says how the sum is formed behind the gate:
+
+    ``"autograd"`` takes the gradients of an ordinary backward pass. Under bfloat16 autocast those sums over the batch
+    would be rounded to 8 bits, and one record could flip the rounding of all: ``"pieces"`` lets the tape keep what the
+    gradients are products of and sums the products in float32. ``"backstop"`` hands the pieces on, for their norms.
+    """
+
+    _clips: tuple[AdaptiveBackwardClip, ...] = ()
 
     def __init__(
-        self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], backstop: bool = False
+        self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], mode: str = "autograd"
     ) -> None:
-        super().__init__(plain.parameters, "sum", plain.strategy, plain.batch_first)
+        super().__init__(plain.parameters, "sum", "norms-first" if mode == "pieces" else plain.strategy, plain.batch_first)
         self._ignored, self.metric = plain._ignored, plain.metric
         self.reduction, self.loss_constant = plain.loss_reduction, loss_constant
-        self.before_forward, self.backstop = before_forward, backstop
+        self.before_forward, self.mode = before_forward, mode
 
     def clear(self) -> None:
         super().clear()
         self._leaves: dict[str, Tensor] | None = None
         self._owners = 0
+        for clip in self._clips:
+            clip.pending = 0.0
 
     # -- the module ---------------------------------------------------------------------------------------------
 
     def attach(self, module: nn.Module) -> None:
-        if self.backstop:
+        self._clips = tuple(m for m in module.modules() if isinstance(m, AdaptiveBackwardClip))
+        if self.mode != "autograd":
             attach(module, self)
         module.__dict__["forward"] = PrivateForward(module, _recorded, self)
 
@@ -85,8 +95,7 @@ class Recorder(Tape):
             if isinstance(m, BackwardClip):
                 m.rows = RowScale(share, share)
         leaves: dict[str, Tensor] = {}
-        if self.backstop:
-            self.rows = replace(rows, reduce="sum")  # the gate has applied the shares
+        if self.mode != "autograd":
             logits = type(module).forward(module, x)
         else:
             leaves = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
@@ -106,16 +115,30 @@ class Recorder(Tape):
         shares = share.to(cotangent.dtype).view(-1, *[1] * (cotangent.ndim - 1))
         return limited(whole, self.loss_constant)[0] * shares
 
+    def _rows_of(self, count: int, device: torch.device) -> RowMap:
+        """Rows of one owner are summed: the gate has applied their shares."""
+        if self._seen is None:
+            rows = RowMap.regular(count) if self.rows is None else self.rows.to(device)
+            self._seen = replace(rows, reduce="sum")
+        return super()._rows_of(count, device)
+
     def gradients(self) -> PerSampleGradients:
-        if self.backstop or not self.complete:
-            return super().gradients()
-        assert self._leaves is not None
-        zero = torch.zeros_like
-        sums = {n: zero(leaf) if leaf.grad is None else leaf.grad for n, leaf in self._leaves.items()}
-        result = SummedGradients(sums, self._owners)
-        self.clear()
-        self.rows = None
-        return result
+        if self.complete:
+            for clip in self._clips:
+                clip.total, clip.pending = clip.total + clip.pending, 0.0
+        if self.mode == "autograd" and self.complete:
+            assert self._leaves is not None
+            zero = torch.zeros_like
+            sums = {n: zero(leaf) if leaf.grad is None else leaf.grad for n, leaf in self._leaves.items()}
+            result: PerSampleGradients = SummedGradients(sums, self._owners)
+            self.clear()
+            self.rows = None
+            return result
+        pieces = super().gradients()
+        if self.mode == "backstop":
+            return pieces
+        ones = torch.ones(pieces.owners, device=next(iter(self.parameters.values())).device)
+        return SummedGradients(pieces.weighted_sum(dict.fromkeys(pieces.names, ones)), pieces.owners)
 
 
 class _Body(nn.Module):

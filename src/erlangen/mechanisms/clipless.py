@@ -151,11 +151,12 @@ class Clipless(Mechanism):
     def _reset(self) -> None:
         self._sum = self._zeros()
         for layer in self.adaptive:
-            layer.total = 0.0
+            layer.pending = layer.total = 0.0
 
     def recorder(self, tape: Tape) -> Recorder:
         """What records a backward pass for this mechanism, in place of a per-sample tape."""
-        return Recorder(tape, self.loss_constant, self.before_forward, self.backstop)
+        mode = "backstop" if self.backstop else "pieces" if self.precision == "bf16" else "autograd"
+        return Recorder(tape, self.loss_constant, self.before_forward, mode)
 
     def before_forward(self) -> None:
         """Weights inside their constraints, products in no lower precision than the bounds were made for."""
