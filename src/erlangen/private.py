@@ -100,6 +100,11 @@ class PrivateTraining:
 
     def calibrate(self, target_epsilon: float, delta: float, steps: int, method: str) -> None:
         """Choose the least σ whose ``steps`` steps cost at most (ε, δ)."""
+        if self.mechanism.unsound is not None:
+            raise ValueError(
+                f"no noise makes {self.mechanism.name!r} private: {self.mechanism.unsound}. Give noise_multiplier to run it "
+                "all the same (ε = ∞), or use its sound form."
+            )
         rate = self.sampler.sample_rate if isinstance(self.sampler, PoissonSampler) else 1.0
         sigma = calibrated(
             target_epsilon,

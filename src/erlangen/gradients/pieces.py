@@ -82,7 +82,11 @@ class Piece:
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         """‖weight(g_i)‖², formed in chunks and forgotten."""
-        return torch.cat([squared_norms(apply_weight(weight, part.dense())) for part in self.chunks()])
+        return torch.cat([squared_norms(apply_weight(weight, part.precise().dense())) for part in self.chunks()])
+
+    def precise(self) -> Piece:
+        """The same piece in the precision in which `weighted_sum` adds it up: what is measured is what is summed."""
+        return self
 
     def chunks(self) -> list[Piece]:
         return [self]
@@ -144,6 +148,9 @@ class Outer(Piece):
             return gram_norms(a, d)
         return super().norms_squared(weight)
 
+    def precise(self) -> Piece:
+        return Outer(self.a.to(accumulate_dtype(self.a)), self.d.to(accumulate_dtype(self.d)))
+
     def chunks(self) -> list[Piece]:
         size = max(1, CHUNK_FLOATS // max(1, self.a.shape[2] * self.d.shape[2]))
         return [Outer(a, d) for a, d in zip(self.a.split(size), self.d.split(size), strict=True)]
@@ -183,6 +190,9 @@ class Lookup(Piece):
             return super().norms_squared(weight)
         same = (self.index[:, :, None] == self.index[:, None, :]).to(d.dtype)
         return outward((same * (d @ d.mT)).sum((1, 2)), torch.linalg.vector_norm(d, dim=2).sum(1).square())
+
+    def precise(self) -> Piece:
+        return Lookup(self.index, self.d.to(accumulate_dtype(self.d)), self.entries)
 
     def chunks(self) -> list[Piece]:
         size = max(1, CHUNK_FLOATS // max(1, self.entries * self.d.shape[2]))

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 #: name → "module:function"; resolved on first use so that listing names costs nothing
 _MODELS: dict[str, str | Callable[..., Any]] = {
-    "logistic": "erlangen.models.small:logistic",
+    "logistic": "erlangen.models.geodp:logistic_regression",
     "mlp": "erlangen.models.small:mlp",
     "cnn": "erlangen.models.small:cnn",
-    "lenet": "erlangen.models.small:lenet",
+    "lenet": "erlangen.models.gredp:lenet5",
     "resnet9": "erlangen.models.resnet:resnet9",
     "wrn-16-4": "erlangen.models.resnet:wrn_16_4",
     "wrn-40-4": "erlangen.models.resnet:wrn_40_4",
@@ -23,6 +23,15 @@ _MODELS: dict[str, str | Callable[..., Any]] = {
     "eq-resnet9-tuned": "erlangen.models.equivariant:d4_resnet9_tuned",
     "eq-wrn-40-1": "erlangen.models.equivariant:equivariant_wrn_40_1",
     "c8-cnn": "erlangen.models.equivariant:c8_steerable_cnn",
+    "resnet20": "erlangen.models.gredp:resnet20",
+    "model3": "erlangen.models.gredp:model3",
+    "alexnet": "erlangen.models.gredp:alexnet",
+    "resnet18": "erlangen.models.gredp:resnet18",
+    "geodp-cnn": "erlangen.models.geodp:cnn",
+    "resnet3": "erlangen.models.geodp:resnet3",
+    "lipschitz-lenet": "erlangen.models.lipschitz:lipschitz_lenet",
+    "lipschitz-vgg": "erlangen.models.lipschitz:lipschitz_vgg",
+    "lipschitz-resnet": "erlangen.models.lipschitz:lipschitz_resnet",
 }
 
 

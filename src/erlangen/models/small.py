@@ -1,4 +1,4 @@
-"""Small networks for small images: logistic regression, an MLP, a GroupNorm CNN for any size, LeNet-5."""
+"""Small networks for small images: an MLP, and a GroupNorm CNN for any size."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import math
 
 import torch
 from torch import nn
-
-
-def logistic(input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """One linear map of the pixels."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
 
 
 def mlp(input_shape: tuple[int, ...], classes: int, width: int = 128) -> nn.Module:
@@ -43,14 +38,3 @@ class _Shrink(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.shape[-2:] == (self.size, self.size) else nn.functional.adaptive_avg_pool2d(x, self.size)
 
-
-def lenet(input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """LeNet-5: two 5×5 convolutions (6 and 16 channels), three linear layers (120, 84, classes), tanh, average pooling."""
-    channels, height, width = input_shape
-    pad = 2 if height < 32 else 0
-    side = [((n + 2 * pad - 4) // 2 - 4) // 2 for n in (height, width)]
-    return nn.Sequential(
-        nn.Conv2d(channels, 6, 5, padding=pad), nn.Tanh(), nn.AvgPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(),
-        nn.Linear(16 * side[0] * side[1], 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes),
-    )  # fmt: skip

@@ -115,6 +115,10 @@ class Conv(Piece):
             return super().norms_squared(weight)
         return torch.cat([part.gram() for part in self.chunks()])
 
+    def precise(self) -> Piece:
+        high = accumulate_dtype(self.d)
+        return Conv(self.x.to(high), self.d.to(high), self.views, self.shape, self.geometry)
+
     def gram(self) -> Tensor:
         a, d = self.windows()
         norms = gram_norms(a.to(accumulate_dtype(a)), d.to(accumulate_dtype(d)))
