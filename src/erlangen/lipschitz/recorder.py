@@ -111,9 +111,10 @@ class Recorder(Tape):
             )
         self._begin()
         self._leaves, self._owners = leaves, owners
-        whole = cotangent * cotangent.shape[0] if self.reduction == "mean" else cotangent
-        shares = share.to(cotangent.dtype).view(-1, *[1] * (cotangent.ndim - 1))
-        return limited(whole, self.loss_constant)[0] * shares
+        precise = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))  # rounded once, at the end
+        whole = precise * cotangent.shape[0] if self.reduction == "mean" else precise
+        shares = share.to(precise.dtype).view(-1, *[1] * (cotangent.ndim - 1))
+        return (limited(whole, self.loss_constant)[0] * shares).to(cotangent.dtype)
 
     def _rows_of(self, count: int, device: torch.device) -> RowMap:
         """Rows of one owner are summed: the gate has applied their shares."""
