@@ -1,0 +1,270 @@
+"""ISO, SHUFFLE and REP on rotated MNIST at five noise levels, many seeds at once (REP paper, Table 1 and Figures 1, 2).
+
+    python benchmarks/rep_table1.py --data FOLDER --out table1.json --tune --budget 1100
+    python benchmarks/rep_table1.py --data FOLDER --out table1.json --resume          # goes on where it stopped
+
+FOLDER holds mnist.npz (or fashion_mnist.npz). Learning rate and clipping bound are tuned on a split of the *training*
+set, with the same grid for every mechanism, at one noise level; then every cell is trained on all of it and the test
+set is read once. Needs torch and numpy; ε is left out where dp_accounting is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+
+from erlangen.data import Dataset, load
+from erlangen.training.config import TrainConfig
+from erlangen.training.ensemble import Ensemble
+
+PAPER = {
+    1.4: (46.3, 45.7, 44.2), 1.2: (46.9, 51.8, 52.9), 1.0: (68.0, 60.9, 72.1), 0.8: (84.9, 84.9, 85.2),
+    0.6: (89.9, 89.7, 89.9),
+}  # fmt: skip
+ORDER = ("iso", "shuffle", "rep")
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", required=True, help="folder with mnist.npz")
+    add("--dataset", default="rotated_mnist")
+    add("--sigmas", type=numbers, default=[1.0, 1.2, 0.8, 1.4, 0.6], help="in the order in which they are run")
+    add("--mechanisms", default="iso,shuffle,rep")
+    add("--seeds", type=int, default=5)
+    add("--many-seeds", type=int, default=20, help="at the noise levels of --many")
+    add("--many", type=numbers, default=[1.0, 1.2])
+    add("--steps", type=int, default=18_760)
+    add("--batch", type=int, default=64)
+    add("--lr", type=numbers, default=[0.25], help="one, or the grid for --tune")
+    add("--clip", type=numbers, default=[1.0], help="one, or the grid for --tune")
+    add("--momentum", type=float, default=0.0)
+    add("--ema", type=float, default=0.999)
+    add("--schedule", default="constant", choices=["constant", "cosine"])
+    add("--metric", default="escnn")
+    add("--power", type=float, default=1.0)
+    add("--fields", default="4,8,16", help="fields per layer of the C8 network")
+    add("--head-pool", default="max", choices=["max", "avg"])
+    add("--members", type=int, default=60, help="runs trained at once")
+    add("--precision", default="bf16", choices=["bf16", "fp32"])
+    add("--tune", action="store_true", help="choose learning rate and clip per mechanism on a split of the training set")
+    add("--tune-sigma", type=float, default=1.0)
+    add("--tune-steps", type=int, default=None, help="default: --steps")
+    add("--tune-seeds", type=int, default=1)
+    add("--tune-only", action="store_true")
+    add("--budget", type=float, default=math.inf, help="seconds after which everything is saved and the script ends")
+    add("--resume", action="store_true")
+    add("--no-graph", action="store_true", help="launch kernels one by one")
+    add("--device", default="auto")
+    add("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+class OutOfTime(Exception):
+    pass
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.started = options, time.perf_counter()
+        os.environ["ERLANGEN_DATA"] = str(options.data)
+        self.dataset = load(options.dataset)
+        self.mechanisms = options.mechanisms.split(",")
+        previous = options.resume and options.out.exists()
+        self.result: dict[str, Any] = json.loads(options.out.read_text()) if previous else {"runs": [], "tuning": []}
+        self.before = self.result.get("seconds", 0.0)
+        self.result["settings"] = {k: str(v) for k, v in vars(options).items()}
+        self.paused = options.out.with_suffix(".pt")
+        self.graph = not options.no_graph and self.graph_works()
+        self.costs: dict[float, dict[str, float] | None] = {}
+
+    def graph_works(self) -> bool:
+        """A few steps without noise, replayed and launched one by one, must give the same weights."""
+        if not torch.cuda.is_available() or self.options.device == "cpu":
+            return False
+        configs = [self.config(m, 0.0, seed, 0.1, 1.0, 24) for seed, m in enumerate(ORDER)]
+        try:
+            pair = [Ensemble(configs, self.dataset, graph=graph, rows=64) for graph in (True, False)]
+            for ensemble in pair:
+                ensemble.run()
+            gap = float((pair[0].stack.flat - pair[1].stack.flat).abs().max())
+        except RuntimeError as error:
+            print(f"CUDA graphs do not work here ({error}); launching one by one")
+            return False
+        print(f"CUDA graph against single launches: weights differ by {gap:.1e} after 24 steps")
+        return gap < 1e-2
+
+    def config(self, mechanism: str, sigma: float, seed: int, lr: float, clip: float, steps: int) -> TrainConfig:
+        o = self.options
+        facts: dict[str, Any] = {} if mechanism == "iso" else {"metric": o.metric, "power": o.power}
+        if mechanism == "shuffle":
+            facts["seed"] = seed
+        counts = tuple(int(n) for n in o.fields.split(","))
+        return TrainConfig(
+            data=o.dataset, model="c8-cnn", model_options={"field_counts": counts, "head_pool": o.head_pool},
+            mechanism=mechanism, mechanism_options=facts, max_grad_norm=clip, epsilon=None, noise_multiplier=sigma,
+            delta=1e-5, batch=o.batch, steps=steps, lr=lr, momentum=o.momentum, ema=o.ema, schedule=o.schedule,
+            seed=seed, device=o.device,
+        )  # fmt: skip
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def left(self) -> float:
+        return self.options.budget - (time.perf_counter() - self.started)
+
+    def run(self, configs: list[TrainConfig], dataset: Dataset) -> list[dict[str, Any]]:
+        """Train all of them at once; out of time, the state is kept in a file beside the results."""
+        precision = torch.bfloat16 if self.options.precision == "bf16" else None
+        # members with the same seed share their first weights and their batches: comparisons are paired
+        ids = [f"seed{c.seed}" for c in configs]
+        ensemble = Ensemble(configs, dataset, run_ids=ids, precision=precision, graph=self.graph)
+        key = [c.to_json() for c in configs]
+        if self.options.resume and self.paused.exists():
+            saved = torch.load(self.paused, map_location=ensemble.device, weights_only=False)
+            if saved["key"] == key:
+                saved["state"]["noise"] = saved["state"]["noise"].cpu()
+                ensemble.load_state_dict(saved["state"])
+        started, first = time.perf_counter(), ensemble.step_count
+        while ensemble.step_count < ensemble.config.steps:
+            if self.left() < 5:
+                torch.save({"key": key, "state": ensemble.state_dict()}, self.paused)
+                raise OutOfTime
+            ensemble.run(512)
+            if ensemble.device.type == "cuda":
+                torch.cuda.synchronize()
+            done = ensemble.step_count - first
+            each = (time.perf_counter() - started) / done
+            print(f"\r{len(configs)} runs: step {ensemble.step_count}, {1e3 * each:.2f} ms a step", end="", flush=True)
+        print()
+        self.paused.unlink(missing_ok=True)
+        scores = ensemble.evaluate()
+        return [self.row(c, s, ensemble, k) for k, (c, s) in enumerate(zip(configs, scores, strict=True))]
+
+    def row(self, config: TrainConfig, scores: dict[str, float], ensemble: Ensemble, member: int) -> dict[str, Any]:
+        sigma = config.noise_multiplier
+        assert sigma is not None
+        if sigma not in self.costs:
+            try:
+                self.costs[sigma] = {m: ensemble.epsilon(member, m) for m in ("rdp", "pld")}
+            except ImportError:
+                self.costs[sigma] = None
+        return {
+            "mechanism": config.mechanism, "sigma": sigma, "seed": config.seed, "lr": config.lr,
+            "clip": config.max_grad_norm, "steps": config.steps, "epsilon": self.costs[sigma], "delta": config.delta,
+            **scores,
+        }  # fmt: skip
+
+    def save(self) -> None:
+        self.result["seconds"] = self.before + time.perf_counter() - self.started
+        self.result["table"] = table(self.result["runs"])
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        self.options.out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    # -- the two phases -------------------------------------------------------------------------------------------
+
+    def tune(self) -> dict[str, tuple[float, float]]:
+        """The learning rate and clip of every mechanism with the best accuracy on held-out *training* records."""
+        o = self.options
+        rows = self.result["tuning"]
+        if not rows:  # finished tuning is not repeated
+            held = len(self.dataset) // 12
+            d = self.dataset
+            split = Dataset(
+                d.name, d.x_train[:-held], d.y_train[:-held], d.x_train[-held:], d.y_train[-held:], d.classes
+            )
+            grid = itertools.product(self.mechanisms, o.lr, o.clip, range(1000, 1000 + o.tune_seeds))
+            steps = o.tune_steps or o.steps
+            configs = [self.config(m, o.tune_sigma, s, lr, c, steps) for m, lr, c, s in grid]
+            for part in batched(configs, o.members):
+                rows += self.run(part, split)
+                self.costs.clear()  # the split has another size
+            self.save()
+        mean = lambda m, lr, c: statistics.fmean(  # noqa: E731
+            r["test_accuracy"] for r in rows if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, c)
+        )
+        best = {m: max(itertools.product(o.lr, o.clip), key=lambda p, m=m: mean(m, *p)) for m in self.mechanisms}
+        for m, (lr, clip) in best.items():
+            print(f"{m}: lr {lr}, clip {clip}, held-out accuracy {100 * mean(m, lr, clip):.2f}")
+        return best
+
+    def cells(self, best: dict[str, tuple[float, float]]) -> list[TrainConfig]:
+        o, done = self.options, {(r["sigma"], r["mechanism"], r["seed"]) for r in self.result["runs"]}
+        wanted = [
+            self.config(m, sigma, seed, *best[m], o.steps)
+            for sigma in o.sigmas
+            for seed in range(o.many_seeds if sigma in o.many else o.seeds)
+            for m in self.mechanisms
+        ]
+        return [c for c in wanted if (c.noise_multiplier, c.mechanism, c.seed) not in done]
+
+    def main(self) -> None:
+        o = self.options
+        try:
+            best = self.tune() if o.tune else {m: (o.lr[0], o.clip[0]) for m in self.mechanisms}
+            for part in [] if o.tune_only else batched(self.cells(best), o.members):
+                self.result["runs"] += self.run(part, self.dataset)
+                self.save()
+        except OutOfTime:
+            print("\nout of time: run again with --resume")
+        self.save()
+        show(self.result["table"])
+
+
+def batched(items: list[TrainConfig], size: int) -> list[list[TrainConfig]]:
+    """Parts of nearly equal length, none above ``size``."""
+    parts = math.ceil(len(items) / size) if items else 0
+    ends = [round(k * len(items) / parts) for k in range(parts + 1)] if parts else []
+    return [items[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean ± standard error per cell, and the paired difference REP − ISO over common seeds with its 95 % interval."""
+    rows = []
+    for sigma in sorted({r["sigma"] for r in runs}, reverse=True):
+        here = [r for r in runs if r["sigma"] == sigma]
+        accuracy = {m: {r["seed"]: 100 * r["test_accuracy"] for r in here if r["mechanism"] == m} for m in ORDER}
+        row: dict[str, Any] = {"sigma": sigma, "epsilon": here[0]["epsilon"], "cells": {}}
+        for k, m in enumerate(ORDER):
+            values = list(accuracy[m].values())
+            if values:
+                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                paper = PAPER[sigma][k] if sigma in PAPER else None
+                row["cells"][m] = {"mean": statistics.fmean(values), "error": error, "seeds": len(values), "paper": paper}
+        for other in ("iso", "shuffle"):
+            common = sorted(set(accuracy["rep"]) & set(accuracy[other]))
+            gaps = [accuracy["rep"][s] - accuracy[other][s] for s in common]
+            if len(gaps) > 1:
+                half = 1.96 * statistics.stdev(gaps) / math.sqrt(len(gaps))
+                row[f"rep-{other}"] = {"mean": statistics.fmean(gaps), "half_width_95": half}
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        cells = [
+            f"{m} {c['mean']:.2f} ± {c['error'] or 0:.2f} ({c['seeds']}; paper {c['paper']})" for m, c in row["cells"].items()
+        ]
+        gap = row.get("rep-iso")
+        paired = f"   REP − ISO {gap['mean']:+.2f} ± {gap['half_width_95']:.2f}" if gap else ""
+        print(f"σ = {row['sigma']}: " + "   ".join(cells) + paired)
+
+
+if __name__ == "__main__":
+    Bench(arguments()).main()

@@ -1,0 +1,350 @@
+"""Many private runs of one small network at once: seeds, noise levels, mechanisms and learning rates side by side.
+
+    ensemble = Ensemble([dataclasses.replace(config, seed=s) for s in range(20)])
+    ensemble.run()
+    ensemble.evaluate()            # one dictionary per member
+    ensemble.epsilon(0)            # what member 0 spent
+
+Every member is a run of its own: its Poisson batches, its clipping in its geometry, its noise, its average, its cost.
+The guarantee is that of `Session` with the same configuration; only the order of the arithmetic differs. Small networks
+leave a GPU idle; here one step of all members is a fixed sequence of large products, replayed as a CUDA graph. Batches
+are padded to a static size; a member that draws more than fits makes the step take another pass, nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from erlangen.accounting import Accountant, noise_multiplier
+from erlangen.data import Dataset, load
+from erlangen.gradients.independence import check_independence
+from erlangen.mechanisms import (
+    Context,
+    Diagonal,
+    GaussianMechanism,
+    Geometry,
+    StreamNoise,
+    make_clipping,
+    make_mechanism,
+)
+from erlangen.mechanisms.clipping import Flat
+from erlangen.models import make_model
+from erlangen.private import refuse_module
+from erlangen.sampling import PoissonSampler
+from erlangen.streams import Stream
+from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.metrics import calibration_error
+from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
+from erlangen.training.session import _device
+from erlangen.training.stacked import Stack
+
+#: options in which members may differ; the rest shapes the computation and must agree
+FREE = ("seed", "mechanism", "mechanism_options", "max_grad_norm", "noise_multiplier", "epsilon", "lr", "delta")
+#: steps whose batches are drawn at a time
+CHUNK = 256
+
+#: draws ``steps`` batches of a member: for each step the indices of its records
+Draw = Callable[[int], list[np.ndarray]]
+
+
+class Ensemble:
+    """Runs that differ in nothing that changes the shape of a step; see `FREE`.
+
+    ``precision`` (torch.bfloat16, say) is that of activations and products; clipping measures in float32 exactly the
+    values that are summed. ``graph`` replays CUDA graphs on a GPU. ``draws`` replaces the members' own samplers, for
+    tests.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[TrainConfig],
+        dataset: Dataset | None = None,
+        *,
+        run_ids: Sequence[str] | None = None,
+        precision: torch.dtype | None = None,
+        graph: bool = True,
+        draws: Sequence[Draw] | None = None,
+        rows: int | None = None,
+    ) -> None:
+        if not configs:
+            raise ConfigError("an ensemble needs at least one member")
+        self.dataset = load(configs[0].data) if dataset is None else dataset
+        self.configs = [_settled(config, len(self.dataset)) for config in configs]
+        self.config = _common(self.configs)
+        self.run_ids = list(run_ids) if run_ids is not None else [f"member-{k}" for k in range(len(configs))]
+        self.device = torch.device(_device(self.config.device))
+        self._load_data()
+        models = [self._model(c, r) for c, r in zip(self.configs, self.run_ids, strict=True)]
+        self.rows = physical_size(len(self.dataset), self.config.batch, len(configs)) if rows is None else rows
+        self.stack = Stack(models, self.rows, precision)
+        self._private(models[0])
+        self._state()
+        batches = draws if draws is not None else [self._sampler(c, r) for c, r in zip(self.configs, self.run_ids)]
+        self.batches = PaddedBatches(batches, self.rows)
+        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self.use_graph = graph and self.device.type == "cuda"
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def _load_data(self) -> None:
+        put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(self.device)  # noqa: E731
+        self.x, self.y = put(self.dataset.x_train), put(self.dataset.y_train)
+
+    def _model(self, config: TrainConfig, run_id: str) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(Stream("init", config.seed, run_id).at(0).initial_seed())
+            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, **config.model_options)
+        return model.to(self.device)
+
+    def _sampler(self, config: TrainConfig, run_id: str) -> Draw:
+        return PoissonProcess(len(self.dataset), config.batch, Stream("sampling", config.seed, run_id)).draw
+
+    def _private(self, model: nn.Module) -> None:
+        """The geometry, bound, noise and event of every member, from its mechanism; M as rows of a matrix [E, d]."""
+        refuse_module(model)
+        with torch.no_grad():
+            check_independence(model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
+        self.mechanisms = [self._mechanism(config, model) for config in self.configs]
+        self.releases = 0  # counted before they happen
+        ones = {n: torch.ones(s) for n, s in self.stack.shapes.items()}
+        metrics = [m.geometry.m if isinstance(m.geometry, Diagonal) else ones for m in self.mechanisms]
+        self.metric = torch.stack([self.stack.vector(m) for m in metrics])
+        column = lambda values: torch.tensor(values, dtype=self.stack.flat.dtype, device=self.device)[:, None]  # noqa: E731
+        eps = torch.finfo(self.stack.flat.dtype).eps
+        self.bound = column([m.sensitivity * (1 - 32 * eps) for m in self.mechanisms])
+        self.std = column([m.std for m in self.mechanisms]) * self.metric
+        self.rate = column([c.lr for c in self.configs])
+
+    def _mechanism(self, config: TrainConfig, model: nn.Module) -> GaussianMechanism:
+        rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
+        assert config.noise_multiplier is not None
+        context = Context(
+            config.noise_multiplier, rule, StreamNoise(config.seed), model, config.batch, config.mechanism_options
+        )
+        mechanism = make_mechanism(config.mechanism, context)
+        if not isinstance(mechanism, GaussianMechanism) or type(mechanism.geometry) not in (Geometry, Diagonal):
+            raise ConfigError(f"mechanism {config.mechanism!r} has no diagonal geometry; train it with Session")
+        if not isinstance(mechanism.clipping, Flat):
+            raise ConfigError(f"clipping is {config.clipping!r}; an ensemble clips flat, train it with Session")
+        mechanism.bind({n: p for n, p in model.named_parameters() if p.requires_grad}, config.batch)
+        return mechanism
+
+    def _state(self) -> None:
+        flat = self.stack.flat
+        self.total, self.velocity = torch.zeros_like(flat), torch.zeros_like(flat)
+        self.average = flat.clone()
+        self.steps_taken = torch.zeros((), dtype=flat.dtype, device=self.device)
+        self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.table = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self.step_count = 0
+        steps = torch.arange(self.config.steps + 1, dtype=torch.float64) / self.config.steps
+        factor = 0.5 * (1 + torch.cos(math.pi * steps)) if self.config.schedule == "cosine" else torch.ones_like(steps)
+        self.factor = factor.to(flat)
+        # one stream for the noise of all members, named by all that they are: no other ensemble draws from it
+        members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
+        seeded = all(c.seed is not None for c in self.configs)
+        self.generator = Stream(f"noise|{members}", 0 if seeded else None).at(0, self.device)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _accumulate(self) -> None:
+        """One pass: per-row gradients of every member, whitened norms, clipped sum."""
+        index = self.table.index_select(0, self.cursor)[0].flatten().long()
+        self.cursor.add_(1)
+        present = (index >= 0).view(self.stack.models, self.rows)
+        index = index.clamp(min=0)
+        logits = self.stack(self.x.index_select(0, index))
+        gradients = self.stack.backward(logits, self.y.index_select(0, index))
+        with torch.no_grad():
+            norms = torch.linalg.vector_norm(gradients / self.metric[:, None], dim=2)
+            drop = ~(present & torch.isfinite(norms))
+            weights = (self.bound / norms).clamp(max=1.0)
+            # not a matrix product: one in reduced precision would round the weights past the bound
+            clipped = (gradients * weights[..., None]).masked_fill_(drop[..., None], 0.0)
+            self.total.add_(clipped.sum(1))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Noise once, divide by the expected batch size, update weights and averages, forget the sum."""
+        noise = torch.empty_like(self.total).normal_(generator=self.generator)
+        released = self.total.addcmul_(noise, self.std).div_(self.config.batch)
+        self.velocity.mul_(self.config.momentum).add_(released)
+        rate = self.rate * self.factor.index_select(0, self.steps_taken.long().view(1))
+        self.stack.flat.sub_(rate * self.velocity)
+        self.steps_taken.add_(1)
+        if self.config.ema:
+            warm = (1 + self.steps_taken) / (10 + self.steps_taken)
+            self.average.lerp_(self.stack.flat, 1 - warm.clamp(max=self.config.ema))
+        self.total.zero_()
+
+    def _step(self) -> None:
+        self._accumulate()
+        self._finish()
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def run(self, steps: int | None = None) -> None:
+        """Take ``steps`` more steps (all that are left). Releases are counted before they happen."""
+        left = self.config.steps - self.step_count
+        wanted = left if steps is None else min(steps, left)
+        for start in range(0, wanted, CHUNK):
+            self._run_chunk(min(CHUNK, wanted - start))
+
+    def _run_chunk(self, steps: int) -> None:
+        self.releases = self.step_count + steps
+        table, passes = self.batches.draw(steps)
+        self._load(table)
+        part, whole = self._calls()
+        for count in passes.tolist():
+            for _ in range(count - 1):
+                part()
+            whole()
+        self.step_count += steps
+
+    def _load(self, table: np.ndarray) -> None:
+        """Indices of the chunk into a buffer that keeps its address, so that a captured graph finds them."""
+        values = torch.from_numpy(table)
+        if len(self.table) < len(values):
+            spare = torch.full((len(values) + CHUNK // 8, *values.shape[1:]), -1, dtype=torch.int32)
+            self.table, self._graphs = spare.to(self.device), None
+        if self.device.type == "cuda":
+            self._pinned = values.pin_memory()
+            self.table[: len(values)].copy_(self._pinned, non_blocking=True)
+        else:
+            self.table[: len(values)].copy_(values)
+        self.cursor.zero_()
+
+    def _calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        if not self.use_graph:
+            return self._accumulate, self._step
+        if self._graphs is None:
+            self._graphs = self._capture()
+        part, whole = self._graphs
+        return part.replay, whole.replay
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
+        state = (self.stack.flat, self.total, self.velocity, self.average, self.steps_taken, self.cursor)
+        kept, noise = [t.clone() for t in state], self.generator.get_state()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.cursor.zero_()
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()  # the graphs have a pool of their own
+        graphs: list[torch.cuda.CUDAGraph] = []
+        for call in (self._accumulate, self._step):
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+                call()
+            graphs.append(graph)
+        self.generator.set_state(noise)
+        for tensor, value in zip(state, kept, strict=True):
+            tensor.copy_(value)
+        return graphs[0], graphs[1]
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Tensor:
+        """What is released, [E, d]: the averaged weights, or the last ones."""
+        return self.average if self.config.ema else self.stack.flat
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, rows: int = 250) -> Tensor:
+        """[E, N, classes] of the released weights on the same inputs for every member."""
+        self.stack.use(self.weights())
+        self.stack.skeleton.eval()
+        spread = lambda part: part.expand(self.stack.models, *part.shape).flatten(0, 1)  # noqa: E731
+        parts = [self.stack(spread(part)).unflatten(0, (self.stack.models, -1)).float() for part in x.split(rows)]
+        self.stack.skeleton.train()
+        self.stack.use(self.stack.flat)
+        return torch.cat(parts, 1)
+
+    def evaluate(self) -> list[dict[str, float]]:
+        """Public test metrics of every member: accuracy, loss, Brier score, expected calibration error."""
+        if self.dataset.x_test is None or self.dataset.y_test is None:
+            return [{} for _ in self.configs]
+        x = torch.from_numpy(np.ascontiguousarray(self.dataset.x_test)).to(self.device)
+        y = torch.from_numpy(np.ascontiguousarray(self.dataset.y_test)).to(self.device)
+        return [self._scores(logits, y) for logits in self.logits(x)]
+
+    def _scores(self, logits: Tensor, y: Tensor) -> dict[str, float]:
+        p = logits.softmax(1)
+        confidence, prediction = p.max(1)
+        right = (prediction == y).float()
+        loss = float(F.cross_entropy(logits, y))
+        return {
+            "test_accuracy": float(right.mean()),
+            "test_loss": loss if math.isfinite(loss) else float("inf"),
+            "brier": float((p - F.one_hot(y, self.dataset.classes)).square().mean()),
+            "ece": calibration_error(confidence, right),
+        }
+
+    def accountant(self, member: int) -> Accountant:
+        """The history of one member: as many Poisson-sampled releases of its mechanism as there were steps."""
+        accountant = Accountant()
+        sampler = PoissonSampler(len(self.dataset), self.config.batch)
+        accountant.record(sampler.event(self.mechanisms[member].event()), self.releases)
+        return accountant
+
+    def epsilon(self, member: int, method: str = "pld") -> float:
+        """ε that one member has spent, at its δ."""
+        delta = self.configs[member].delta
+        assert delta is not None
+        return self.accountant(member).epsilon(delta, method) if self.releases else 0.0  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed ensemble needs to continue exactly (with the same configurations and sizes)."""
+        return {
+            "step": self.step_count,
+            "tensors": {n: getattr(self, n).clone() for n in ("velocity", "average", "steps_taken")},
+            "flat": self.stack.flat.clone(),
+            "noise": self.generator.get_state(),
+            "releases": self.releases,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step_count = int(state["step"])
+        for name, value in state["tensors"].items():
+            getattr(self, name).copy_(value)
+        self.stack.flat.copy_(state["flat"])
+        self.generator.set_state(state["noise"])
+        self.releases = int(state["releases"])
+        self.batches.skip_to(self.step_count)
+
+
+def _settled(config: TrainConfig, records: int) -> TrainConfig:
+    """Open choices made; σ calibrated where ε is given."""
+    config = config.settled(records)
+    if config.noise_multiplier is None:
+        assert config.epsilon is not None
+        assert config.delta is not None
+        sigma = noise_multiplier(config.epsilon, config.delta, config.batch / records, config.steps)
+        config = dataclasses.replace(config, noise_multiplier=sigma, epsilon=None)
+    return config
+
+
+def _common(configs: Sequence[TrainConfig]) -> TrainConfig:
+    """The first configuration, after a check that the others differ in `FREE` options only, and that all are possible."""
+    for config in configs:
+        for field in dataclasses.fields(TrainConfig):
+            mine, first = getattr(config, field.name), getattr(configs[0], field.name)
+            if field.name not in FREE and mine != first:
+                raise ConfigError(f"{field.name} is {mine!r} in one member and {first!r} in another; train them apart")
+    config = configs[0]
+    for name, only in (
+        ("views", 1), ("augment", "none"), ("unit", None), ("secure", False), ("optimizer", "sgd"), ("weight_decay", 0.0),
+    ):  # fmt: skip
+        if getattr(config, name) != only:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; an ensemble has {only!r} only, train it with Session")
+    return config

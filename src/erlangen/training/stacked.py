@@ -1,0 +1,186 @@
+"""The layers of many models of one architecture at once.
+
+E models act on E·P rows, P consecutive rows each: one skeleton module runs, and its layers with parameters are replaced
+by products that are batched over the models. The backward pass leaves the gradient of every row w.r.t. the parameters of
+its own model in one matrix [E, P, d]. Layers without a batched form run under `torch.func` with a copy of the
+parameters per row. Maps lie channels-last, so that a convolution's windows are runs of memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from erlangen.gradients.attach import plan
+
+LayerBuilder = Callable[["Stack", nn.Module, Mapping[str, str]], "StackedLayer"]
+
+
+class StackedLayer(ABC):
+    """One layer of all the models. ``names`` maps its own parameter names to those in the whole model."""
+
+    def __init__(self, stack: Stack, module: nn.Module, names: Mapping[str, str]) -> None:
+        self.stack, self.module, self.names = stack, module, dict(names)
+
+    def parameter(self, local: str) -> Tensor | None:
+        """[E, *shape], the same for all models where it is frozen; None where the layer has none."""
+        if local in self.names:
+            return self.stack.parameters[self.names[local]]
+        own = getattr(self.module, local, None)
+        return None if own is None else own.detach().expand(self.stack.models, *own.shape)
+
+    def weight(self) -> Tensor:
+        weight = self.parameter("weight")
+        assert weight is not None
+        return weight
+
+    def record(self, local: str, rows: Tensor) -> None:
+        """The gradients of every row, [E·P, *shape]."""
+        if local in self.names:
+            self.stack.record(self.names[local], rows)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Rows [E·P, …] → output rows, and what `backward` will want."""
+
+    @abstractmethod
+    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        """Record the parameters' gradients; return the input's if it is wanted."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.forward(x)[0]
+        return _Act.apply(self, self.stack.anchor, x)
+
+
+class _Act(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: StackedLayer, anchor: Tensor, x: Tensor) -> Tensor:
+        out, ctx.saved = layer.forward(x)
+        ctx.layer = layer
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        saved, ctx.saved = ctx.saved, None
+        return None, None, ctx.layer.backward(saved, cotangent, ctx.needs_input_grad[2])
+
+
+class Stack:
+    """E models as one: parameters in one matrix ``flat`` [E, d], per-row gradients in ``gradients`` [E, P, d].
+
+    ``precision`` is the dtype of activations and products; parameters and gradients are kept in float32 (or more).
+    """
+
+    def __init__(self, models: Sequence[nn.Module], rows: int, precision: torch.dtype | None = None) -> None:
+        self.models, self.rows = len(models), rows
+        self.skeleton = copy.deepcopy(models[0])
+        first = next(self.skeleton.parameters())
+        self.precision = first.dtype if precision is None else precision
+        self.shapes = {n: p.shape for n, p in self.skeleton.named_parameters() if p.requires_grad}
+        named = [dict(model.named_parameters()) for model in models]
+        self.flat = torch.stack([torch.cat([m[n].detach().flatten() for n in self.shapes]) for m in named])
+        self.anchor = torch.zeros((), device=first.device, requires_grad=True)
+        self._slices: dict[str, slice] = {}
+        for name, shape in self.shapes.items():
+            start = next(reversed(self._slices.values())).stop if self._slices else 0
+            self._slices[name] = slice(start, start + shape.numel())
+        self.use(self.flat)
+        self.gradients = self.flat.new_zeros(self.models, rows, self.flat.shape[1])
+        self._written: set[str] = set()
+        self._replace_layers()
+
+    def use(self, flat: Tensor) -> None:
+        """Let the layers read their parameters from another matrix [E, d] (an average, say)."""
+        self.parameters = {n: flat[:, s].unflatten(1, self.shapes[n]) for n, s in self._slices.items()}
+
+    def vector(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Tensors by parameter name as one vector [d], in the order of ``flat``."""
+        return torch.cat([values[n].detach().flatten() for n in self.shapes]).to(self.flat)
+
+    def state_dict(self, model: int, flat: Tensor | None = None) -> dict[str, Tensor]:
+        """The parameters of one of the models."""
+        row = (self.flat if flat is None else flat)[model]
+        return {n: row[s].view(self.shapes[n]).clone() for n, s in self._slices.items()}
+
+    def record(self, name: str, rows: Tensor) -> None:
+        target = self.gradients[:, :, self._slices[name]]
+        value = rows.reshape(target.shape)
+        if name in self._written:  # used twice: one gradient, the sum
+            target.add_(value)
+        else:
+            target.copy_(value)
+            self._written.add(name)
+
+    def backward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Per-row gradients [E, P, d] of the cross-entropy; the matrix is overwritten by the next call."""
+        self._written.clear()
+        F.cross_entropy(logits.float(), labels, reduction="sum").backward()
+        return self.gradients
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows [E·P, C, H, W], those of a model together → logits [E·P, classes]."""
+        x = x.to(self.precision)
+        if x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return self.skeleton(x)
+
+    def _replace_layers(self) -> None:
+        for path, module, _ in plan(self.skeleton):
+            wanted = {n: f"{path}.{n}" if path else n for n, p in module.named_parameters() if p.requires_grad}
+            known = {local: name for local, name in wanted.items() if name in self.shapes}
+            if len(known) < len(wanted):
+                raise ValueError(f"{sorted(set(wanted) - set(known))} of {path!r} are shared with another layer; untie them")
+            if known:
+                module.__dict__["forward"] = _builder(module)(self, module, known)
+
+
+def _builder(module: nn.Module) -> LayerBuilder:
+    """The batched form of a layer, if there is one for exactly this type and these options."""
+    from erlangen.training.stacked_layers import StackedConv, StackedLinear, StackedNorm, is_plain_norm, kernel_of
+
+    if type(module) is nn.Linear:
+        return StackedLinear
+    if kernel_of(module) is not None:
+        return StackedConv
+    return StackedNorm if is_plain_norm(module) else Functional
+
+
+class Functional(StackedLayer):
+    """Any other layer: one functional pass with the parameters of its model copied to every row."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        locals_, per_model = list(self.names), x.shape[0] // self.stack.models
+        stacked = [self.stack.parameters[n].to(x.dtype) for n in self.names.values()]
+        copies = [p.repeat_interleave(per_model, 0) for p in stacked]
+
+        def one(row: Tensor, *parameters: Tensor) -> Tensor:
+            inner = {f"inner.{n}": p for n, p in zip(locals_, parameters, strict=True)}
+            return functional_call(_Inner(self.module), inner, (row.unsqueeze(0),)).squeeze(0)
+
+        out, pull = vjp(vmap(one, randomness="different"), x, *copies)[:2]
+        return out, pull
+
+    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        inputs, *rows = saved(cotangent)
+        for local, g in zip(self.names, rows, strict=True):
+            self.record(local, g)
+        return inputs if wants_input else None
+
+
+class _Inner(nn.Module):
+    """The module's own ``forward``, without the shadow on the instance."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self.inner).forward(self.inner, x)

@@ -1,0 +1,270 @@
+"""Batched forms of the layers small networks are made of: linear maps, convolutions (plain, steerable), group norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+import torch.nn.grad
+from torch import Tensor, nn
+from torch.func import vmap
+
+from erlangen.training.stacked import StackedLayer
+
+if TYPE_CHECKING:
+    from erlangen.equivariant import SteerableConv2d
+    from erlangen.training.stacked import Stack
+
+
+class StackedLinear(StackedLayer):
+    """In the precision of the parameters: heads are small, and their logits are worth it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        weight, bias = self.weight(), self.parameter("bias")
+        rows = x.to(weight.dtype).unflatten(0, (self.stack.models, -1)).flatten(1, -2)
+        out = rows @ weight.mT
+        if bias is not None:
+            out = out + bias[:, None]
+        return out.view(*x.shape[:-1], -1), (x, weight)
+
+    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        x, weight = saved
+        a, d = (t.to(weight.dtype).reshape(x.shape[0], -1, t.shape[-1]) for t in (x, cotangent))
+        self.record("weight", torch.bmm(d.mT, a))
+        self.record("bias", d.sum(1))
+        if not wants_input:
+            return None
+        rows = cotangent.to(weight.dtype).unflatten(0, (self.stack.models, -1)).flatten(1, -2)
+        return (rows @ weight).view(x.shape).to(x.dtype)
+
+
+class Kernel(Protocol):
+    """How a convolution's kernel [E, k·k·C, O] comes from the parameters, and how gradients go back."""
+
+    size: tuple[int, int]
+    stride: int
+    padding: int
+    dilation: int
+
+    def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor: ...
+
+    def bias(self, layer: StackedLayer) -> Tensor | None: ...
+
+    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
+        """Record gradients w.r.t. the kernel of each row, [N, O, k·k, C]."""
+
+    def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
+        """Record gradients w.r.t. the bias of every channel of each row, [N, O]."""
+
+
+class PlainKernel:
+    """The kernel is the parameter."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.size, self.stride, self.padding, self.dilation = _square(module)
+
+    def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor:
+        return layer.weight().permute(0, 3, 4, 2, 1).flatten(1, 3).to(dtype)
+
+    def bias(self, layer: StackedLayer) -> Tensor | None:
+        return layer.parameter("bias")
+
+    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
+        layer.record("weight", rows.transpose(2, 3))
+
+    def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
+        layer.record("bias", rows)
+
+
+class SteerableKernel:
+    """The kernel is expanded from coefficients. One pair of representations and a dense basis make one product each way."""
+
+    def __init__(self, module: SteerableConv2d) -> None:
+        self.module = module
+        self.size = (module.kernel_size, module.kernel_size)
+        self.stride, self.padding, self.dilation = module.stride, module.padding, module.dilation
+        self.basis: Tensor | None = None
+        expansion = module.expansion
+        blocks: list[Any] = list(expansion.blocks.values())
+        sorted_channels = expansion.out_order is None and expansion.in_order is None
+        one_pair = len(expansion.in_type.distinct) == len(expansion.out_type.distinct) == len(blocks) == 1
+        if sorted_channels and one_pair and not module.standardise and getattr(blocks[0], "dense", None) is not None:
+            self.block = blocks[0]
+            dense = self.block.dense.view(-1, self.block.d_out, self.block.d_in, self.block.size**2)
+            self.basis = dense.transpose(2, 3).flatten(1).contiguous()  # [n, d_out·k·k·d_in], components innermost
+
+    def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor:
+        theta = layer.weight()
+        if self.basis is None:
+            expansion, module = self.module.expansion, self.module
+            coefficients = vmap(lambda t: expansion.standardise(t, module.eps))(theta) if module.standardise else theta
+            return vmap(expansion.expand)(coefficients).permute(0, 3, 4, 2, 1).flatten(1, 3).to(dtype)
+        b, e = self.block, theta.shape[0]
+        entries = theta.view(e, b.fields_out * b.fields_in, b.dimension) @ self.basis.to(theta)
+        split = entries.view(e, b.fields_out, b.fields_in, b.d_out, b.size**2, b.d_in)
+        return split.permute(0, 4, 2, 5, 1, 3).to(dtype).reshape(e, b.size**2 * b.fields_in * b.d_in, -1)
+
+    def bias(self, layer: StackedLayer) -> Tensor | None:
+        bias = layer.parameter("bias")
+        return None if bias is None else bias @ self.module.invariants.to(bias).T  # type: ignore[operator]
+
+    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
+        if self.basis is None:
+            layer.record("weight", self._pull_any(layer, rows))
+            return
+        b = self.block
+        split = rows.view(rows.shape[0], b.fields_out, b.d_out, b.size**2, b.fields_in, b.d_in)
+        entries = split.permute(0, 1, 4, 2, 3, 5).reshape(-1, self.basis.shape[1])
+        layer.record("weight", (entries @ self.basis.to(entries).T).view(rows.shape[0], -1))
+
+    def _pull_any(self, layer: StackedLayer, rows: Tensor) -> Tensor:
+        theta, module = layer.weight(), self.module
+        kernels = rows.transpose(2, 3).unflatten(3, self.size).to(theta.dtype)
+        pulled = module.expansion.pullback(kernels)
+        if not module.standardise:
+            return pulled
+        back = vmap(lambda t, g: module.expansion.standardise_vjp(t, g, module.eps))
+        return back(theta, pulled.unflatten(0, (theta.shape[0], -1))).flatten(0, 1)
+
+    def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
+        if self.module.bias is not None:
+            layer.record("bias", rows @ self.module.invariants.to(rows))  # type: ignore[operator]
+
+
+def kernel_of(module: nn.Module) -> Kernel | None:
+    """How to stack this convolution; None if it is not one, or has groups or a padding of its own."""
+    if type(module) is nn.Conv2d:
+        plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        square = len({*module.stride}) == len({*module.padding}) == len({*module.dilation}) == 1
+        return PlainKernel(module) if plain and square else None
+    if type(module).__name__ == "SteerableConv2d" and hasattr(module, "coefficient_gradient"):
+        steerable: Any = module
+        simple = steerable.groups == 1 and (steerable.padding_mode == "zeros" or not steerable.padding)
+        return SteerableKernel(steerable) if simple else None
+    return None
+
+
+def _square(module: Any) -> tuple[tuple[int, int], int, int, int]:
+    return module.kernel_size, module.stride[0], module.padding[0], module.dilation[0]
+
+
+class StackedConv(StackedLayer):
+    """Windows once, then three products: output, kernel gradients of each row, input gradient."""
+
+    def __init__(self, stack: Stack, module: nn.Module, names: Mapping[str, str]) -> None:
+        super().__init__(stack, module, names)
+        kernel = kernel_of(module)
+        assert kernel is not None
+        self.kernel = kernel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        k, models = self.kernel, self.stack.models
+        matrix, bias = k.matrix(self, x.dtype), k.bias(self)
+        columns, (height, width) = windows(x, k.size, k.stride, k.padding, k.dilation)
+        columns = columns.view(models, -1, columns.shape[-1])
+        out = columns @ matrix if bias is None else torch.baddbmm(bias[:, None].to(x.dtype), columns, matrix)
+        return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), (x.shape, columns, matrix)
+
+    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        shape, columns, matrix = saved
+        rows, taps = shape[0], self.kernel.size[0] * self.kernel.size[1]
+        d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]; no copy if channels-last
+        self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
+        gradient = torch.bmm(d.mT, columns.view(rows, d.shape[1], -1))
+        self.kernel.pull(self, gradient.view(rows, -1, taps, shape[1]))
+        return self._input_gradient(shape, matrix, cotangent) if wants_input else None
+
+    def _input_gradient(self, shape: torch.Size, matrix: Tensor, cotangent: Tensor) -> Tensor:
+        k, (e, _, outputs) = self.kernel, matrix.shape
+        taps = matrix.view(e, *k.size, shape[1], outputs)
+        same = k.stride == 1 and k.dilation == 1 and k.size[0] == k.size[1] == 2 * k.padding + 1
+        if same:  # the correlation of the cotangent with the kernel turned by 180°
+            columns, _ = windows(cotangent, k.size, 1, k.padding, 1)
+            flipped = taps.flip(1, 2).transpose(3, 4).reshape(e, -1, shape[1])
+            dx = columns.view(e, -1, columns.shape[-1]) @ flipped
+            return dx.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+        kernel = taps.permute(0, 4, 3, 1, 2).flatten(0, 1)  # models become groups
+        beside = lambda t: t.unflatten(0, (e, -1)).transpose(0, 1).flatten(1, 2)  # noqa: E731
+        wide = (shape[0] // e, e * shape[1], *shape[2:])
+        dx = torch.nn.grad.conv2d_input(wide, kernel, beside(cotangent), k.stride, k.padding, k.dilation, e)
+        return dx.unflatten(1, (e, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def windows(x: Tensor, size: tuple[int, int], stride: int, padding: int, dilation: int) -> tuple[Tensor, tuple[int, int]]:
+    """[N, C, H, W] → [N, T, k·k·C] (channels innermost) by one strided copy, and the output's height and width."""
+    maps = x.permute(0, 2, 3, 1)
+    maps = F.pad(maps, (0, 0, padding, padding, padding, padding)) if padding else maps.contiguous()
+    n, height, width, channels = maps.shape
+    reach = [dilation * (s - 1) + 1 for s in size]
+    out = ((height - reach[0]) // stride + 1, (width - reach[1]) // stride + 1)
+    sn, sh, sw, sc = maps.stride()
+    view = maps.as_strided(
+        (n, *out, *size, channels), (sn, sh * stride, sw * stride, sh * dilation, sw * dilation, sc)
+    )
+    return view.reshape(n, out[0] * out[1], size[0] * size[1] * channels), out
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    if type(module) is nn.GroupNorm:
+        return True
+    return type(module).__name__ == "EquivariantGroupNorm" and not getattr(module, "per_element", True)
+
+
+class StackedNorm(StackedLayer):
+    """Group norm on channels-last maps: statistics and sums in float32, one multiply-add each way.
+
+    With s₁ = Σd and s₂ = Σd·x over the positions of a channel, all gradients follow from sums of length C.
+    """
+
+    def __init__(self, stack: Stack, module: nn.Module, names: Mapping[str, str]) -> None:
+        super().__init__(stack, module, names)
+        norm: Any = module
+        self.groups = int(norm.num_groups if isinstance(module, nn.GroupNorm) else norm.groups)
+        self.field, self.eps = int(getattr(norm, "field_size", 1)), float(norm.eps)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        maps, rows = self._split(x), x.shape[0]  # [N, T, G, C/G]
+        precise = torch.promote_types(x.dtype, torch.float32)
+        count = maps.shape[1] * maps.shape[3]
+        mean = maps.sum((1, 3), dtype=precise) / count
+        square = torch.linalg.vector_norm(maps, dim=(1, 3), dtype=precise).square() / count
+        inverse = torch.rsqrt((square - mean.square()).clamp(min=0) + self.eps)
+        weight, bias = self._per_channel("weight", rows, 1.0, mean), self._per_channel("bias", rows, 0.0, mean)
+        scale = weight * inverse[..., None]
+        shift = bias - scale * mean[..., None]
+        out = torch.addcmul(shift[:, None].to(x.dtype), maps, scale[:, None].to(x.dtype))
+        return self._join(out, x.shape), (maps, mean, inverse, weight, x.shape)
+
+    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        maps, mean, inverse, weight, shape = saved
+        d, mean, inverse = self._split(cotangent), mean[..., None], inverse[..., None]
+        first = d.sum(1, dtype=mean.dtype)  # Σd, [N, G, C/G]
+        along = ((d * maps).sum(1, dtype=mean.dtype) - mean * first) * inverse  # Σd·x̂
+        per_field = lambda t: t.flatten(1).unflatten(1, (-1, self.field)).sum(2)  # noqa: E731
+        self.record("weight", per_field(along))
+        self.record("bias", per_field(first))
+        if not wants_input:
+            return None
+        count = maps.shape[1] * maps.shape[3]
+        a = (weight * first).sum(-1, keepdim=True) / count
+        b = (weight * along).sum(-1, keepdim=True) / count * inverse.square()
+        like = lambda t: t[:, None].to(maps.dtype)  # noqa: E731
+        out = torch.addcmul(like(b * mean - a * inverse), maps, like(-b)).addcmul_(d, like(weight * inverse))
+        return self._join(out, shape)
+
+    def _split(self, x: Tensor) -> Tensor:
+        positions = x.flatten(2).transpose(1, 2) if x.ndim > 2 else x.unsqueeze(1)
+        return positions.unflatten(2, (self.groups, -1))
+
+    def _join(self, maps: Tensor, shape: torch.Size) -> Tensor:
+        return maps.flatten(2).transpose(1, 2).unflatten(2, shape[2:]) if len(shape) > 2 else maps.reshape(shape)
+
+    def _per_channel(self, local: str, rows: int, default: float, like: Tensor) -> Tensor:
+        """[N, G, C/G]"""
+        values = self.parameter(local)
+        if values is None:
+            return like.new_full((rows, self.groups, 1), default)
+        wide = values.repeat_interleave(self.field, 1).unflatten(1, (self.groups, -1))
+        return wide.repeat_interleave(rows // wide.shape[0], 0)

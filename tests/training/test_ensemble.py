@@ -1,0 +1,338 @@
+"""Many runs at once are the runs they stand for: same weights without noise, same distribution with it, same cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from erlangen.data.base import Dataset
+from erlangen.equivariant import (
+    EquivariantGroupNorm,
+    EquivariantSequential,
+    FourierNonlinearity,
+    NormNonlinearity,
+    SteerableConv2d,
+    cyclic,
+    dihedral,
+    fields,
+    regular_fields,
+    so2,
+    spectral,
+    trivial_fields,
+)
+from erlangen.models import register_model
+from erlangen.sampling import PoissonSampler
+from erlangen.streams import Stream
+from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.ensemble import Ensemble
+from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
+from erlangen.training.session import Session
+from erlangen.training.stacked import Stack
+from tests.gradients.reference import one_by_one
+
+CONFIG = TrainConfig(
+    data="toy", model="c8-cnn", model_options={"field_counts": (1, 2), "kernel_size": 3}, epsilon=None,
+    noise_multiplier=0.0, batch=16, steps=5, lr=0.5, momentum=0.5, ema=0.9, max_grad_norm=0.5, device="cpu",
+)  # fmt: skip
+
+
+def toy(records: int = 100) -> Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (records, 1, 8, 8)).astype(np.float32)
+    y = (x[:, 0, 2:5, 2:5].mean((1, 2)) > 0).astype(np.int64)
+    return Dataset("toy", x, y, x[:30], y[:30], 2)
+
+
+def members(**changes) -> list[TrainConfig]:
+    base = dataclasses.replace(CONFIG, **changes)
+    return [
+        dataclasses.replace(base, seed=0),
+        dataclasses.replace(base, seed=1, mechanism="rep", max_grad_norm=0.7),
+        dataclasses.replace(base, seed=2, mechanism="shuffle", lr=0.2, mechanism_options={"scope": "layer"}),
+    ]
+
+
+def session_draws(config: TrainConfig, run_id: str, records: int):
+    sampler = PoissonSampler(records, config.batch, config.seed, run_id)
+    return lambda steps: [sampler.draw().numpy() for _ in range(steps)]
+
+
+def like_sessions(configs, dataset, **options) -> Ensemble:
+    ids = [f"member-{k}" for k in range(len(configs))]
+    draws = [session_draws(c, i, len(dataset)) for c, i in zip(configs, ids, strict=True)]
+    return Ensemble(configs, dataset, run_ids=ids, draws=draws, **options)
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_without_noise_every_member_is_its_session(rows, schedule):
+    """Also where batches overflow the static size and a step takes several passes."""
+    data, configs = toy(), members(schedule=schedule)
+    ensemble = like_sessions(configs, data, rows=rows)
+    ensemble.run()
+    for k, config in enumerate(configs):
+        session = Session(config, data, run_id=f"member-{k}")
+        for _ in range(config.steps):
+            session.step()
+        last = session.model.state_dict()
+        for name, value in ensemble.stack.state_dict(k).items():
+            torch.testing.assert_close(value, last[name], rtol=1e-4, atol=1e-5)
+        for name, value in ensemble.stack.state_dict(k, ensemble.average).items():
+            torch.testing.assert_close(value, session.weights()[name], rtol=1e-4, atol=1e-5)
+        for name, value in session.evaluate().items():
+            assert ensemble.evaluate()[k][name] == pytest.approx(value, abs=1e-4)
+        assert ensemble.epsilon(k) == session.epsilon() == math.inf
+
+
+def test_truncating_an_overflowing_batch_would_be_caught():
+    data, configs = toy(), members()
+    right, broken = (like_sessions(configs, data, rows=5) for _ in range(2))
+    honest = broken.batches.draw
+
+    def truncated(steps):
+        table, passes = honest(steps)
+        first = np.concatenate([[0], np.cumsum(passes)[:-1]])
+        return table[first], np.ones_like(passes)
+
+    broken.batches.draw = truncated
+    right.run()
+    broken.run()
+    assert (right.stack.flat - broken.stack.flat).abs().max() > 1e-3
+
+
+def build(name: str) -> tuple[nn.Module, int]:
+    c4, d4 = cyclic(4), dihedral(4)
+    band = fields(spectral(so2(), 1), 2)
+    made = {
+        "plain": lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2, bias=False),
+            nn.Flatten(), nn.Linear(27, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False),
+        ),
+        "grouped": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2, padding=1), nn.PReLU(), nn.Flatten(), nn.Linear(256, 3)),
+        "standardised": lambda: EquivariantSequential(
+            SteerableConv2d(trivial_fields(d4, 2), regular_fields(d4, 2), 3, standardise=True, padding=1),
+            EquivariantGroupNorm(regular_fields(d4, 2), 1),
+            SteerableConv2d(regular_fields(d4, 2), regular_fields(d4, 1), 3, basis="pixel", standardise=True),
+        ),
+        "per element": lambda: EquivariantSequential(
+            SteerableConv2d(trivial_fields(c4, 2), regular_fields(c4, 2), 5, stride=2, bias=False),
+            EquivariantGroupNorm(regular_fields(c4, 2), per_element=True),
+        ),
+        "SO(2)": lambda: EquivariantSequential(
+            SteerableConv2d(trivial_fields(so2(), 2), band, 3, padding=1),
+            FourierNonlinearity(so2(), 1, 2, nn.Mish()),
+            NormNonlinearity(band),
+        ),
+    }[name]()  # fmt: skip
+    return (made if isinstance(made, nn.Sequential) and name in ("plain", "grouped") else nn.Sequential(made, _Head())), 2
+
+
+class _Head(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).mean(2)
+
+
+def cross_entropy_of(labels):
+    rows = iter(labels)
+    return lambda out: nn.functional.cross_entropy(out, next(rows).view(1), reduction="none")
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "standardised", "per element", "SO(2)"])
+def test_every_row_has_the_gradient_of_its_own_model(name):
+    torch.manual_seed(0)
+    models = [build(name)[0].double() for _ in range(3)]
+    with torch.no_grad():
+        for model in models:
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+    x, y = torch.randn(6, 2, 8, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
+    stack = Stack(models, 2)
+    gradients = stack.backward(stack(x), y)
+    for k, model in enumerate(models):
+        rows = slice(2 * k, 2 * k + 2)
+        torch.testing.assert_close(stack(x)[rows], model(x[rows]), rtol=1e-8, atol=1e-10)
+        want = one_by_one(model, (x[rows],), cross_entropy_of(y[rows]))
+        flat = torch.cat([want[n].flatten(1) for n in stack.shapes], 1)
+        assert (gradients[k] - flat).norm() / flat.norm() < 1e-5  # the loss is taken in single precision
+
+
+def test_frozen_parameters_stay_and_have_no_gradient():
+    torch.manual_seed(0)
+    models = [build("plain")[0] for _ in range(2)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(False)
+        model[1].weight.fill_(2.0)
+    stack = Stack(models, 3)
+    assert not any(name.startswith(("0.", "1.")) for name in stack.shapes)
+    x = torch.randn(6, 2, 8, 8)
+    torch.testing.assert_close(stack(x)[:3], models[0](x[:3]), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_stays_close():
+    data = toy()
+    exact, rough = (Ensemble(members(), data, precision=p) for p in (None, torch.bfloat16))
+    for ensemble in (exact, rough):
+        ensemble.run()
+    gap = (exact.stack.flat - rough.stack.flat).norm() / exact.stack.flat.norm()
+    assert 0 < gap < 0.05
+
+
+class Hostile(nn.Module):
+    """Gradients that explode for records with a marker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 2)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+register_model("hostile-test", lambda num_classes, in_channels: Hostile())
+
+
+@pytest.mark.parametrize("value", [1e30, 1e15, math.nan, math.inf])
+def test_no_record_contributes_more_than_the_bound(value):
+    data = toy(20)
+    data.x_train[3] = value
+    config = dataclasses.replace(CONFIG, model="hostile-test", model_options={}, momentum=0.0, lr=1.0, steps=1, batch=1, seed=0)
+    alone = Ensemble([config, dataclasses.replace(config, mechanism="rep")], data, draws=[lambda n: [np.array([3])]] * 2)
+    before = alone.stack.flat.clone()
+    alone.run()
+    moved = ((before - alone.stack.flat) / alone.metric).double().norm(dim=1)
+    assert bool((moved <= 0.5 * (1 + 1e-5)).all())
+    if not math.isfinite(value):
+        assert bool((moved == 0).all())
+
+
+def test_empty_batches_release_noise_alone():
+    config = dataclasses.replace(CONFIG, noise_multiplier=2.0, momentum=0.0, lr=1.0, steps=400, ema=0.0)
+    configs = [dataclasses.replace(config, seed=0), dataclasses.replace(config, seed=1, mechanism="rep", max_grad_norm=0.1)]
+    ensemble = Ensemble(configs, toy(), draws=[lambda n: [np.zeros(0, dtype=int)] * n] * 2)
+    moves = []
+    for _ in range(400):
+        before = ensemble.stack.flat.clone()
+        ensemble.run(1)
+        moves.append(before - ensemble.stack.flat)
+    std = torch.stack(moves).std(0)
+    want = torch.stack([torch.full_like(std[0], 2.0 * 0.5 / 16), 2.0 * 0.1 / 16 * ensemble.metric[1]])
+    assert ((std / want).mean(1) - 1).abs().max() < 0.02
+    assert (std / want - 1).abs().max() < 0.25
+    together = torch.stack(moves)
+    assert abs(float((together[:, 0] * together[:, 1] / want.prod(0)).mean())) < 0.01, "members share noise"
+
+
+def test_the_cost_is_that_of_a_session():
+    config = dataclasses.replace(CONFIG, noise_multiplier=1.1, seed=0, steps=3)
+    other = dataclasses.replace(config, noise_multiplier=None, epsilon=2.0, seed=1)
+    data = toy()
+    ensemble = Ensemble([config, other], data)
+    assert ensemble.epsilon(0) == 0
+    ensemble.run()
+    session = Session(config, data)
+    for _ in range(3):
+        session.step()
+    for method in ("pld", "rdp"):
+        assert ensemble.epsilon(0, method) == pytest.approx(session.epsilon(method))
+    assert 1.9 < ensemble.epsilon(1) <= 2.0
+
+
+def test_a_resumed_ensemble_continues_exactly():
+    data = toy()
+    configs = [dataclasses.replace(c, noise_multiplier=1.0, steps=70) for c in members()]
+    whole, first = Ensemble(configs, data), Ensemble(configs, data)
+    whole.run()
+    first.run(67)
+    second = Ensemble(configs, data)
+    second.load_state_dict(first.state_dict())
+    second.run()
+    assert torch.equal(whole.stack.flat, second.stack.flat)
+    assert torch.equal(whole.average, second.average)
+    assert second.epsilon(0) == whole.epsilon(0)
+
+
+def test_other_members_other_noise():
+    data = toy()
+    config = dataclasses.replace(CONFIG, noise_multiplier=1.0, seed=0)
+    a = Ensemble([config], data, run_ids=["x"])
+    b = Ensemble([dataclasses.replace(config, max_grad_norm=0.4)], data, run_ids=["x"])
+    assert a.generator.initial_seed() != b.generator.initial_seed()
+    assert a.generator.initial_seed() == Ensemble([config], data, run_ids=["x"]).generator.initial_seed()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"views": 2}, "views"), ({"optimizer": "adam"}, "optimizer"), ({"secure": True}, "secure"),
+        ({"clipping": "auto-s"}, "flat"), ({"mechanism": "spectral"}, "diagonal"),
+    ],
+)  # fmt: skip
+def test_what_an_ensemble_cannot_do_is_refused(change, what):
+    with pytest.raises(ConfigError, match=what):
+        Ensemble([dataclasses.replace(CONFIG, **change)], toy())
+
+
+def test_members_that_differ_in_shape_are_refused():
+    with pytest.raises(ConfigError, match="batch is 8"):
+        Ensemble([CONFIG, dataclasses.replace(CONFIG, batch=8)], toy())
+    with pytest.raises(ConfigError, match="at least one"):
+        Ensemble([], toy())
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def test_the_process_is_poisson_sampling():
+    """Sizes, inclusion rates and independence of records and steps, against N independent trials."""
+    records, batch, steps = 50, 7, 6400
+    drawn = PoissonProcess(records, batch, Stream("t", 1)).draw(steps)
+    hits = np.zeros((steps, records))
+    for k, indices in enumerate(drawn):
+        assert len(np.unique(indices)) == len(indices)
+        hits[k, indices] = 1
+    q = batch / records
+    error = math.sqrt(q * (1 - q) / steps)
+    assert np.abs(hits.mean(0) - q).max() < 4.5 * error
+    assert abs(hits.sum(1).var() / (records * q * (1 - q)) - 1) < 0.08
+    centred = (hits - q) / math.sqrt(q * (1 - q))
+    across = centred.T @ centred / steps - np.eye(records)
+    assert np.abs(across).max() < 5 / math.sqrt(steps)
+    lag = (centred[:-1, -1] * centred[1:, 0]).mean()
+    assert abs(lag) < 4.5 / math.sqrt(steps), "the end of a step leaks into the next"
+
+
+def test_full_batches_hold_everyone():
+    assert all(len(b) == 9 for b in PoissonProcess(9, 9, Stream("t", 1)).draw(3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 23), min_size=4, max_size=4), min_size=1, max_size=4), rows=st.integers(1, 9)
+)
+def test_tables_hold_every_record_once(sizes, rows):
+    rng = np.random.default_rng(0)
+    batches = [[rng.permutation(1000)[:n] for n in member] for member in sizes]
+    table, passes = PaddedBatches([lambda n, m=m: m for m in batches], rows).draw(4)
+    assert table.shape == (passes.sum(), len(sizes), rows)
+    ends = np.cumsum(passes)
+    for step in range(4):
+        part = table[ends[step] - passes[step] : ends[step]]
+        assert passes[step] == max(1, max(-(-member[step] // rows) for member in sizes))
+        for k, member in enumerate(batches):
+            held = part[:, k].reshape(-1)
+            assert sorted(held[held >= 0]) == sorted(member[step])
+
+
+def test_the_static_size_balances_padding_and_second_passes():
+    assert physical_size(60_000, 64, 1) < physical_size(60_000, 64, 60) <= 112
+    assert physical_size(50, 50, 3) == 50
+    assert physical_size(60_000, 1, 20) % 8 == 0
