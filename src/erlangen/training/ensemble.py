@@ -237,8 +237,9 @@ class Ensemble:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self.cursor.zero_()
                 self._step()
+                for tensor, value in zip(state, kept, strict=True):
+                    tensor.copy_(value)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.empty_cache()  # the graphs have a pool of their own
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -249,8 +250,6 @@ class Ensemble:
                 call()
             graphs.append(graph)
         self.generator.set_state(noise)
-        for tensor, value in zip(state, kept, strict=True):
-            tensor.copy_(value)
         return graphs[0], graphs[1]
 
     # -- results --------------------------------------------------------------------------------------------------

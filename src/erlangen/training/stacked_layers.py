@@ -116,7 +116,7 @@ class SteerableKernel:
             return
         b = self.block
         split = rows.view(rows.shape[0], b.fields_out, b.d_out, b.size**2, b.fields_in, b.d_in)
-        entries = split.permute(0, 1, 4, 2, 3, 5).reshape(-1, self.basis.shape[1])
+        entries = widened(split).permute(0, 1, 4, 2, 3, 5).contiguous().view(rows.dtype).view(-1, self.basis.shape[1])
         layer.record("weight", (entries @ self.basis.to(entries).T).view(rows.shape[0], -1))
 
     def _pull_any(self, layer: StackedLayer, rows: Tensor) -> Tensor:
@@ -195,15 +195,25 @@ class StackedConv(StackedLayer):
 def windows(x: Tensor, size: tuple[int, int], stride: int, padding: int, dilation: int) -> tuple[Tensor, tuple[int, int]]:
     """[N, C, H, W] → [N, T, k·k·C] (channels innermost) by one strided copy, and the output's height and width."""
     maps = x.permute(0, 2, 3, 1)
-    maps = F.pad(maps, (0, 0, padding, padding, padding, padding)) if padding else maps.contiguous()
-    n, height, width, channels = maps.shape
+    maps = F.pad(maps, (0, 0, padding, padding, padding, padding)) if padding else maps
+    wide = widened(maps.contiguous())
+    n, height, width, channels = wide.shape
     reach = [dilation * (s - 1) + 1 for s in size]
     out = ((height - reach[0]) // stride + 1, (width - reach[1]) // stride + 1)
-    sn, sh, sw, sc = maps.stride()
-    view = maps.as_strided(
-        (n, *out, *size, channels), (sn, sh * stride, sw * stride, sh * dilation, sw * dilation, sc)
-    )
-    return view.reshape(n, out[0] * out[1], size[0] * size[1] * channels), out
+    sn, sh, sw, sc = wide.stride()
+    strides = (sn, sh * stride, sw * stride, sh * dilation, sw * dilation, sc)
+    view = wide.as_strided((n, *out, *size, channels), strides)
+    return view.reshape(n, out[0] * out[1], size[0] * size[1] * channels).view(x.dtype), out
+
+
+def widened(t: Tensor) -> Tensor:
+    """The same memory in elements of 16 or 8 bytes where the last dimension allows: strided copies move whole elements."""
+    for dtype in (torch.complex128, torch.int64):
+        count = dtype.itemsize // t.element_size()
+        parts = (t.shape[-1], t.storage_offset(), *t.stride()[:-1])
+        if count > 1 and t.stride(-1) == 1 and not any(part % count for part in parts):
+            return t.view(dtype)
+    return t
 
 
 def is_plain_norm(module: nn.Module) -> bool:
