@@ -42,13 +42,13 @@ def tail_counts(with_record: np.ndarray, without: np.ndarray, delta: float, alph
     to the number of trials that will be priced.
     """
     (w, w_rest), (o, o_rest) = split(with_record, pilot), split(without, pilot)
-    grow = len(w_rest) / len(w)
     best, chosen = -math.inf, (float(np.median(o)), 1.0)
     for sign in (1.0, -1.0):
         a, b = np.sort(sign * w), np.sort(sign * o)
         for threshold in _thresholds(a, b):
             hits, alarms = len(a) - np.searchsorted(a, threshold, "right"), len(b) - np.searchsorted(b, threshold, "right")
-            scaled = Counts(round(alarms * grow), len(o_rest), round((len(a) - hits) * grow), len(w_rest))
+            missed = (len(a) - hits) / len(a)
+            scaled = Counts(round(alarms / len(b) * len(o_rest)), len(o_rest), round(missed * len(w_rest)), len(w_rest))
             value = epsilon_lower(scaled, delta, alpha)
             if value > best + 1e-9:
                 best, chosen = value, (float(sign * threshold), sign)

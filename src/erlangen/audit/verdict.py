@@ -13,9 +13,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from erlangen import accounting
+from erlangen.audit.curve import Curve
 from erlangen.audit.intervals import Counts, epsilon_lower, gdp_lower, gdp_refuted, holm, p_value, upper_limit
 
 CONSISTENT, VIOLATED, INCONCLUSIVE = "consistent", "violated", "inconclusive"
@@ -44,6 +46,10 @@ class Claim:
         """ε = ∞ claims nothing and cannot be violated."""
         return math.isinf(self.epsilon)
 
+    @cached_property
+    def curve(self) -> Curve:
+        return Curve.of(self.event)
+
     def refuted(self, counts: Counts, alpha: float) -> bool:
         """Whether counts refute the claim at confidence 1 − α. An event is refuted by any point above its curve."""
         if self.empty:
@@ -53,8 +59,7 @@ class Claim:
         if self.event is None:
             return epsilon_lower(counts, self.delta, alpha) > self.epsilon
         fpr, fnr = upper_limit(counts.fp, counts.without, alpha / 2), upper_limit(counts.fn, counts.with_record, alpha / 2)
-        curve = lambda rate: accounting.tradeoff(self.event, rate)  # noqa: E731
-        return 1 - fnr > curve(fpr) or 1 - fpr > curve(fnr)
+        return not self.curve.allows(fpr, fnr)
 
 
 @dataclass(frozen=True)
