@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     add("--many-seeds", type=int, default=20, help="at the noise levels of --many")
     add("--many", type=numbers, default=[1.0, 1.2])
     add("--steps", type=int, default=18_760)
-    add("--batch", type=int, default=64)
+    add("--batch", type=float, default=60_000 / 938, help="expected; the paper's ε belong to a rate of 1/938")
     add("--lr", type=numbers, default=[0.25], help="one, or the grid for --tune")
     add("--clip", type=numbers, default=[1.0], help="one, or the grid for --tune")
     add("--momentum", type=float, default=0.0)

@@ -11,12 +11,17 @@ from erlangen.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table."""
+    """One entry of a table: what is trained, and ``measure``, the public metric (or fact about the weights) reported.
+
+    ``seed_factor`` times the preset's seeds are run where the paper's spread asks for more.
+    """
 
     name: str
     config: TrainConfig
     paper: float | None = None
     unit: str = "test accuracy, %"
+    measure: str = "test_accuracy"
+    seed_factor: int = 1
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,13 @@ class Preset:
     cells: tuple[Cell, ...]
     seeds: int = 5
     note: str = ""
+    #: train all seeds and cells of this small network at once, as an ensemble
+    together: bool = False
 
     def quick(self) -> Preset:
         """A few steps of one seed: shows that everything runs. It is no result, and says so."""
         cells = tuple(
-            dataclasses.replace(cell, config=dataclasses.replace(cell.config, steps=5, evaluations=1))
+            dataclasses.replace(cell, config=dataclasses.replace(cell.config, steps=5, evaluations=1), seed_factor=1)
             for cell in self.cells
         )
         return dataclasses.replace(self, cells=cells, seeds=1, note="QUICK: five steps, one seed; no result")
@@ -70,6 +77,8 @@ def register_preset(value: Preset) -> Preset:
 
 
 def presets() -> list[Preset]:
+    import erlangen.experiments.equivariant
+    import erlangen.experiments.rep
     import erlangen.experiments.tables  # noqa: F401  (registers them)
 
     return [_PRESETS[name] for name in sorted(_PRESETS)]

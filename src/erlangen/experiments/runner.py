@@ -5,46 +5,76 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from erlangen.experiments.presets import Preset
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from erlangen.experiments.presets import Cell, Preset
+from erlangen.experiments.together import Job, train_together
 from erlangen.training.run import train
 
+Watch = Callable[[str, int, dict[str, Any]], None]
 
-def run_preset(
-    preset: Preset, out: Path, first_seed: int = 0, watch: Callable[[str, int, dict[str, Any]], None] | None = None
-) -> dict[str, Any]:
+
+def run_preset(preset: Preset, out: Path, first_seed: int = 0, watch: Watch | None = None) -> dict[str, Any]:
     """Finished runs in ``out`` are kept, so that an interrupted table goes on where it stopped."""
+    jobs = {
+        (cell.name, seed): Job(dataclasses.replace(cell.config, seed=seed), out / _folder(cell.name, seed))
+        for cell in preset.cells
+        for seed in range(first_seed, first_seed + preset.seeds * cell.seed_factor)
+    }
+    if preset.together:
+        train_together([job for job in jobs.values() if job.summary() is None])
+    summaries: dict[tuple[str, int], dict[str, Any]] = {}
+    for (name, seed), job in jobs.items():
+        summaries[name, seed] = job.summary() or _train(job)
+        if watch is not None:
+            watch(name, seed, summaries[name, seed])
     rows = []
     for cell in preset.cells:
-        summaries = []
-        for seed in range(first_seed, first_seed + preset.seeds):
-            folder = out / f"{cell.name.lower().replace(' ', '-')}-seed{seed}"
-            done = folder / "summary.json"
-            if done.exists():
-                summary = json.loads(done.read_text())
-            else:
-                summary = train(dataclasses.replace(cell.config, seed=seed), folder, overwrite=folder.exists()).summary
-            summaries.append(summary)
-            if watch is not None:
-                watch(cell.name, seed, summary)
-        rows.append(_row(cell.name, cell.paper, summaries))
+        mine = {key: summary for key, summary in summaries.items() if key[0] == cell.name}
+        rows.append(_row(cell, list(mine.values()), [_value(cell, jobs[key], s) for key, s in mine.items()]))
     result = {"preset": preset.name, "paper": preset.paper, "title": preset.title, "note": preset.note, "rows": rows}
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 
-def _row(name: str, paper: float | None, summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    accuracy = [100 * s["test"]["test_accuracy"] for s in summaries]
+def _folder(name: str, seed: int) -> str:
+    return f"{name.lower().replace(' ', '-')}-seed{seed}"
+
+
+def _train(job: Job) -> dict[str, Any]:
+    return train(job.config, job.folder, overwrite=job.folder.exists()).summary
+
+
+def _value(cell: Cell, job: Job, summary: dict[str, Any]) -> float:
+    """The cell's measure of one run: a public test metric, or the share of small parameters among the released ones."""
+    scale = 100 if cell.unit.endswith("%") else 1
+    if cell.measure == "small_parameters":
+        return scale * small_parameters(load_file(str(job.folder / "weights.safetensors")).values())
+    return scale * float(summary["test"][cell.measure])
+
+
+def small_parameters(weights: Iterable[Tensor], threshold: float = 1e-3) -> float:
+    """The share of entries below ``threshold`` in magnitude: 1 − ℓ0^ε/d of the weights, which are public once released."""
+    flat = torch.cat([w.flatten().float() for w in weights])
+    return float((flat.abs() < threshold).float().mean())
+
+
+def _row(cell: Cell, summaries: list[dict[str, Any]], values: list[float]) -> dict[str, Any]:
     return {
-        "cell": name,
-        "paper": paper,
-        "mean": statistics.fmean(accuracy),
-        "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
-        "seeds": len(accuracy),
-        "values": accuracy,
+        "cell": cell.name,
+        "paper": cell.paper,
+        "unit": cell.unit,
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "seeds": len(values),
+        "values": values,
         "epsilon": summaries[0]["guarantee"]["epsilon"],
         "delta": summaries[0]["guarantee"]["delta"],
     }

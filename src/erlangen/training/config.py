@@ -30,7 +30,7 @@ class TrainConfig:
     epsilon: float | None = 3.0
     delta: float | None = None
     noise_multiplier: float | None = None
-    batch: int = 0
+    batch: float = 0
     steps: int = 0
     optimizer: str = "sgd"
     lr: float = 0.0

@@ -81,6 +81,7 @@ class Ensemble:
         self.config = _common(self.configs)
         self.run_ids = list(run_ids) if run_ids is not None else [f"member-{k}" for k in range(len(configs))]
         self.device = torch.device(_device(self.config.device))
+        self.sampler = PoissonSampler(len(self.dataset), self.config.batch)  # says what a draw costs; see `PoissonProcess`
         self._load_data()
         models = [self._model(c, r) for c, r in zip(self.configs, self.run_ids, strict=True)]
         self.rows = physical_size(len(self.dataset), self.config.batch, len(configs)) if rows is None else rows
@@ -292,8 +293,7 @@ class Ensemble:
     def accountant(self, member: int) -> Accountant:
         """The history of one member: as many Poisson-sampled releases of its mechanism as there were steps."""
         accountant = Accountant()
-        sampler = PoissonSampler(len(self.dataset), self.config.batch)
-        accountant.record(sampler.event(self.mechanisms[member].event()), self.releases)
+        accountant.record(self.sampler.event(self.mechanisms[member].event()), self.releases)
         return accountant
 
     def epsilon(self, member: int, method: str = "pld") -> float:

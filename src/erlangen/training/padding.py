@@ -82,7 +82,7 @@ class PaddedBatches:
             process.step, process._held = step, process._block(step // process.BLOCK)
 
 
-def physical_size(records: int, batch: int, members: int) -> int:
+def physical_size(records: int, batch: float, members: int) -> int:
     """The static size, a multiple of 8, with the least work per step: rows × expected passes.
 
     A second pass is needed when any of the members draws more than fits: Poisson tail for each, union over them.

@@ -1,0 +1,122 @@
+"""Presets are the papers' tables as data: every configuration can be built, and costs what the paper says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import erlangen.data.base
+from erlangen.data.base import Dataset
+from erlangen.experiments import Cell, Preset, preset, presets
+from erlangen.experiments.rep import MECHANISMS, TABLE_1
+from erlangen.experiments.runner import run_preset, small_parameters
+from erlangen.mechanisms import mechanisms
+from erlangen.models import make_model
+from erlangen.training.config import TrainConfig
+
+SHAPES = {
+    "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100), "tiny_imagenet_200": ((3, 64, 64), 200),
+    "imagenette": ((3, 160, 160), 10), "rotated_mnist": ((1, 28, 28), 10), "rotated_fashion_mnist": ((1, 28, 28), 10),
+}  # fmt: skip
+
+NAMES = [p.name for p in presets() if p.name.startswith(("rep-", "eq-"))]
+
+
+def test_every_table_and_figure_has_a_preset():
+    tables, figures = {f"eq-table{k}" for k in (1, 4, 6, 7)}, {f"eq-fig{k}" for k in (2, 3, 4, 5)}
+    expected = {"rep-table1", "rep-fig1", "rep-fig2"} | tables | figures
+    assert expected <= set(NAMES)
+    assert any(n.startswith("eq-table2") for n in NAMES)
+    assert any(n.startswith("eq-table3") for n in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_unique_and_options_are_known(name):
+    chosen = preset(name)
+    assert len({cell.name for cell in chosen.cells}) == len(chosen.cells)
+    for cell in chosen.cells:
+        assert cell.config.mechanism in mechanisms()
+        assert TrainConfig.from_dict(json.loads(cell.config.to_json())) == cell.config, "not JSON"
+
+
+def test_rep_epsilons_are_the_papers_to_every_digit():
+    """By RDP, at the rate of 1/938: what the table's ε column says before rounding."""
+    want = {1.4: 0.4838, 1.2: 0.6442, 1.0: 0.9410, 0.8: 1.6057, 0.6: 3.9669}
+    chosen = preset("rep-table1")
+    once = dataclasses.replace(chosen, cells=tuple(c for c in chosen.cells if c.config.mechanism == "rep"))
+    for row in once.privacy():
+        assert round(row["epsilon"]["rdp"], 4) == pytest.approx(want[row["noise_multiplier"]], abs=1e-9)
+        assert row["epsilon"]["pld"] < row["epsilon"]["rdp"]
+        assert (row["sample_rate"], row["steps"], row["delta"]) == (pytest.approx(1 / 938), 18760, 1e-5)
+
+
+def test_rep_cells_hold_the_papers_numbers_and_more_seeds_where_it_is_close():
+    cells = {c.name: c for c in preset("rep-table1").cells}
+    assert len(cells) == len(TABLE_1) * len(MECHANISMS)
+    assert cells["σ=1.0 REP"].paper == 72.1
+    assert cells["σ=1.2 SHUFFLE"].paper == 51.8
+    assert cells["σ=1.0 ISO"].seed_factor * preset("rep-table1").seeds == 20
+
+
+def test_equivariant_noise_is_that_of_the_papers_epsilons():
+    rows = {r["cell"]: r["epsilon"]["rdp"] for r in preset("eq-table6").privacy()}
+    for epsilon in (1, 2, 3, 4, 6):
+        assert rows[f"Equivariant-ResNet-9 ε={epsilon}"] == pytest.approx(epsilon, rel=0.01)
+    assert rows["Equivariant-ResNet-9 ε=8"] == pytest.approx(7.871, abs=2e-3)
+    tiny = preset("eq-table2-tiny").privacy()[0]["epsilon"]["rdp"]
+    assert tiny == pytest.approx(7.997, abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_network_of_a_preset_can_be_built_and_run(name):
+    for cell in preset(name).cells:
+        shape, classes = SHAPES[cell.config.data]
+        model = make_model(cell.config.model, shape, classes, **cell.config.model_options)
+        assert model(torch.zeros(1, *shape)).shape == (1, classes)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = rng.uniform(-1, 1, (60, 1, 8, 8)).astype(np.float32), np.arange(60) % 2
+    monkeypatch.setitem(erlangen.data.base._DATASETS, "toy", lambda: Dataset("toy", x, y, x[:20], y[:20], 2))
+
+
+def small(together: bool) -> Preset:
+    config = TrainConfig(
+        data="toy", model="c8-cnn", model_options={"field_counts": [1], "kernel_size": 3}, epsilon=None,
+        noise_multiplier=1.0, batch=8, steps=3, lr=0.1, momentum=0.0, device="cpu",
+    )  # fmt: skip
+    cells = (
+        Cell("ISO", config, 50.0),
+        Cell("REP", dataclasses.replace(config, mechanism="rep"), seed_factor=2),
+        Cell("brier", config, unit="Brier score", measure="brier"),
+        Cell("small", config, unit="parameters below 0.001, %", measure="small_parameters"),
+    )
+    return Preset("toy", "nobody", "toy", 60, cells, seeds=2, together=together)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_preset_runs_and_goes_on_where_it_stopped(tmp_path, toy, together):
+    seen = []
+    result = run_preset(small(together), tmp_path, watch=lambda name, seed, _: seen.append((name, seed)))
+    rows = {row["cell"]: row for row in result["rows"]}
+    assert [rows[n]["seeds"] for n in ("ISO", "REP", "brier")] == [2, 4, 2]
+    assert len(seen) == 10
+    assert 0 <= rows["ISO"]["mean"] <= 100
+    assert 0 < rows["brier"]["mean"] < 1
+    assert 0 < rows["ISO"]["epsilon"]["pld"] < rows["ISO"]["epsilon"]["rdp"] * 1.01
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/summary.json")}
+    (tmp_path / "iso-seed1" / "summary.json").unlink()
+    assert run_preset(small(together), tmp_path)["rows"][1] == result["rows"][1]
+    after = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/summary.json")}
+    assert [p.parent.name for p in before if before[p] != after[p]] == ["iso-seed1"]
+
+
+def test_small_parameters():
+    assert small_parameters([torch.tensor([0.0, 1.0]), torch.tensor([[1e-4], [-5.0]])]) == 0.5
