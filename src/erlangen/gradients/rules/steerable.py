@@ -46,6 +46,9 @@ class Steerable(Piece):
     def weighted_sum(self, w: Tensor) -> Tensor:
         return self.pull(self.conv.weighted_sum(w))
 
+    def precise(self) -> Piece:
+        return Steerable(self.conv.precise(), self.pull)  # type: ignore[arg-type]
+
     def chunks(self) -> list[Piece]:
         return [Steerable(part, self.pull) for part in self.conv.chunks()]  # type: ignore[arg-type]
 
@@ -63,7 +66,7 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight.requires_grad:
-            conv = Conv(saved[0].to(cotangent.dtype), cotangent, views, kernel.shape, geometry)
+            conv = Conv(saved[0], cotangent, views, kernel.shape, geometry)
             yield weight, Steerable(conv, partial(_pull, module))
         if bias is not None and bias.requires_grad:
             yield bias, Dense(module.bias_gradient(_owners(over_positions(cotangent).to(bias.dtype), views)))
