@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,46 +14,55 @@ PILOT = 0.2
 CANDIDATES = 60
 
 
+@dataclass(frozen=True)
+class Threshold:
+    """Guess "there" when sign·score > sign·value."""
+
+    value: float
+    sign: float = 1.0
+
+    def count(self, with_record: np.ndarray, without: np.ndarray) -> Counts:
+        there, absent = (self.sign * x > self.sign * self.value for x in (with_record, without))
+        return Counts(int(absent.sum()), len(without), int((~there).sum()), len(with_record))
+
+
 def evidence(with_record: np.ndarray, without: np.ndarray, delta: float, alpha: float, pilot: float = PILOT) -> Evidence:
-    """Counts at both thresholds, each on the trials that did not choose it."""
-    with_record, without = np.asarray(with_record, dtype=np.float64), np.asarray(without, dtype=np.float64)
-    return Evidence(
-        balanced_counts(with_record, without, pilot), tail_counts(with_record, without, delta, alpha, pilot)
-    )
+    """Counts at both thresholds, on the trials that did not choose them."""
+    w, w_rest = split(np.asarray(with_record, dtype=np.float64), pilot)
+    o, o_rest = split(np.asarray(without, dtype=np.float64), pilot)
+    tail = best_tail(w, o, (len(w_rest), len(o_rest)), delta, alpha)
+    return Evidence(balanced(w, o).count(w_rest, o_rest), tail.count(w_rest, o_rest))
 
 
 def split(scores: np.ndarray, pilot: float = PILOT) -> tuple[np.ndarray, np.ndarray]:
-    """(pilot, rest); both halves keep at least one score."""
+    """(pilot, rest); both keep at least one score."""
+    if len(scores) < 2:
+        raise ValueError(f"{len(scores)} trial(s) cannot both choose a threshold and be counted; give more")
     cut = min(max(1, int(len(scores) * pilot)), len(scores) - 1)
     return scores[:cut], scores[cut:]
 
 
-def balanced_counts(with_record: np.ndarray, without: np.ndarray, pilot: float = PILOT) -> Counts:
-    """At the threshold halfway between the worlds, which is best for Gaussian scores. The sign is chosen too."""
-    (w, w_rest), (o, o_rest) = split(with_record, pilot), split(without, pilot)
-    sign = 1.0 if np.median(w) >= np.median(o) else -1.0
-    threshold = (np.median(w) + np.median(o)) / 2
-    return count(w_rest, o_rest, threshold, sign)
+def balanced(w: np.ndarray, o: np.ndarray) -> Threshold:
+    """Halfway between the worlds, which is best for Gaussian scores."""
+    return Threshold(float((np.median(w) + np.median(o)) / 2), 1.0 if np.median(w) >= np.median(o) else -1.0)
 
 
-def tail_counts(with_record: np.ndarray, without: np.ndarray, delta: float, alpha: float, pilot: float = PILOT) -> Counts:
-    """At the threshold with the largest model-free ε_L on the pilot share, far in a tail for small ε.
+def best_tail(w: np.ndarray, o: np.ndarray, trials: tuple[int, int], delta: float, alpha: float) -> Threshold:
+    """The threshold with the largest model-free ε_L on the pilot, far in a tail for small ε.
 
     Quantiles of either world, down to a handful of pilot trials, and either sign are candidates; pilot counts are scaled
-    to the number of trials that will be priced.
+    to the number of trials (with, without) that will be priced.
     """
-    (w, w_rest), (o, o_rest) = split(with_record, pilot), split(without, pilot)
-    best, chosen = -math.inf, (float(np.median(o)), 1.0)
+    best, chosen = -math.inf, balanced(w, o)
     for sign in (1.0, -1.0):
         a, b = np.sort(sign * w), np.sort(sign * o)
-        for threshold in _thresholds(a, b):
-            hits, alarms = len(a) - np.searchsorted(a, threshold, "right"), len(b) - np.searchsorted(b, threshold, "right")
-            missed = (len(a) - hits) / len(a)
-            scaled = Counts(round(alarms / len(b) * len(o_rest)), len(o_rest), round(missed * len(w_rest)), len(w_rest))
-            value = epsilon_lower(scaled, delta, alpha)
-            if value > best + 1e-9:
-                best, chosen = value, (float(sign * threshold), sign)
-    return count(w_rest, o_rest, *chosen)
+        for value in _thresholds(a, b):
+            missed, alarms = np.searchsorted(a, value, "right") / len(a), 1 - np.searchsorted(b, value, "right") / len(b)
+            scaled = Counts(round(alarms * trials[1]), trials[1], round(missed * trials[0]), trials[0])
+            found = epsilon_lower(scaled, delta, alpha)
+            if found > best + 1e-9:
+                best, chosen = found, Threshold(sign * value, sign)
+    return chosen
 
 
 def _thresholds(a: np.ndarray, b: np.ndarray) -> list[float]:
@@ -63,9 +73,3 @@ def _thresholds(a: np.ndarray, b: np.ndarray) -> list[float]:
     if b[-1] < a[0]:
         points.append((a[0] + b[-1]) / 2)
     return [float(p) for p in points]
-
-
-def count(with_record: np.ndarray, without: np.ndarray, threshold: float, sign: float = 1.0) -> Counts:
-    """Errors of the guess "there" when sign·score > sign·threshold. A score that is not a number counts as no signal."""
-    there, absent = sign * with_record > sign * threshold, sign * without > sign * threshold
-    return Counts(int(absent.sum()), len(without), int((~there).sum()), len(with_record))

@@ -23,15 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from erlangen.audit.distinguish import evidence
+from erlangen.audit.distinguish import PILOT, balanced, best_tail
+from erlangen.audit.intervals import Counts
 from erlangen.audit.neighbours import Gradients, Pair, flatten, portfolio
-from erlangen.audit.verdict import CONFIDENCE, Claim, Finding, conclude
+from erlangen.audit.verdict import CONFIDENCE, Claim, Evidence, Finding, conclude
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.published import Layerwise
 
 CHUNK = 250_000
+LARGEST_PILOT = 1_000_000
 ROW_WISE = (GaussianMechanism.finish, Layerwise.finish)
 #: told how many releases are done, of how many
 Progress = Callable[[int, int], None]
@@ -234,15 +236,7 @@ def audit_releases(
             progress(min(done, total), total)
 
     score = choose(releaser, pairs, pilot, tick) if len(pairs) > 1 or pilot else Score("along", np.ones(1), pairs[0])
-    worlds = []
-    for gradients in (score.pair.joined, score.pair.others):
-        parts = []
-        step = CHUNK if releaser.row_wise else 1000
-        for start in range(0, trials, step):
-            rows = min(step, trials - start)
-            parts.append(score(releaser.draw(gradients, rows)))
-            tick(rows)
-        worlds.append(np.concatenate(parts))
+    seen = _count(releaser, score, trials, claim.delta, 1 - confidence, tick)
     facts = {
         **subject.facts,
         "neighbours": score.pair.name,
@@ -251,5 +245,25 @@ def audit_releases(
         "releases_per_second": round(releaser.count / max(releaser.seconds, 1e-9)),
         "vectorised": releaser.row_wise,
     }
-    seen = evidence(worlds[0], worlds[1], claim.delta, 1 - confidence)
     return conclude(subject.name, "mechanism", seen, claim, exact=exact, trials=trials, facts=facts, confidence=confidence)
+
+
+def _count(releaser: Releaser, score: Score, trials: int, delta: float, alpha: float, tick: Callable[[int], None]) -> Evidence:
+    """Fresh trials of both worlds: the first choose thresholds, the others are counted as they come."""
+    first = min(max(1, int(trials * PILOT)), LARGEST_PILOT)
+    step = CHUNK if releaser.row_wise else 1000
+    worlds = score.pair.joined, score.pair.others
+
+    def draw(count: int) -> list[np.ndarray]:
+        out = [np.concatenate([score(releaser.draw(g, min(step, count - k))) for k in range(0, count, step)]) for g in worlds]
+        tick(2 * count)
+        return out
+
+    w, o = draw(first)
+    chosen = balanced(w, o), best_tail(w, o, (trials - first, trials - first), delta, alpha)
+    errors = np.zeros((2, 2), dtype=np.int64)
+    for start in range(first, trials, step):
+        w, o = draw(min(step, trials - start))
+        counts = [t.count(w, o) for t in chosen]
+        errors += np.array([[c.fp, c.fn] for c in counts])
+    return Evidence(*[Counts(int(fp), trials - first, int(fn), trials - first) for fp, fn in errors])
