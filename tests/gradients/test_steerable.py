@@ -239,6 +239,53 @@ def test_pointwise_parameters_have_the_rule_of_their_function():
     assert_same(recorded(module, (x,)), one_by_one(module, (x,)))
 
 
+class Typed:
+    """What an escnn layer is called with: a tensor that carries its type."""
+
+    def __init__(self, tensor, type_) -> None:
+        self.tensor, self.type = tensor, type_
+
+
+class R2Conv(nn.Module):
+    """A stand-in with the interface of escnn's layer: the kernel is computed from coefficients."""
+
+    def __init__(self, padding_mode: str = "zeros") -> None:
+        super().__init__()
+        self.weights, self.bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(2))
+        self.register_buffer("basis", torch.randn(6, 4, 2, 3, 3))
+        self.stride, self.padding, self.dilation, self.groups, self.out_type = 1, 1, 1, 1, "out"
+        self.padding_mode, self._reversed_padding_repeated_twice = padding_mode, (1, 1, 1, 1)
+
+    def expand_parameters(self):
+        return torch.einsum("n,noikl->oikl", self.weights.tanh(), self.basis), self.bias.repeat_interleave(2)
+
+    def forward(self, input):
+        kernel, bias = self.expand_parameters()
+        x, padding = input.tensor, self.padding
+        if self.padding_mode != "zeros":
+            x, padding = nn.functional.pad(x, self._reversed_padding_repeated_twice, self.padding_mode), 0
+        return Typed(nn.functional.conv2d(x, kernel, bias, self.stride, padding), self.out_type)
+
+
+R2Conv.__module__ = "escnn.nn.modules.conv.r2convolution"
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_layers_of_other_packages_are_found_by_name(padding_mode):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = R2Conv(padding_mode)
+
+        def forward(self, x):
+            return self.conv(Typed(x, "in")).tensor
+
+    torch.manual_seed(0)
+    net, x = Net().double(), torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    assert find_rule(net.conv) is not None
+    assert_same(recorded(net, (x,)), one_by_one(net, (x,)))
+
+
 def test_escnn_modules_train_privately_too():
     escnn = pytest.importorskip("escnn")
     space = escnn.gspaces.rot2dOnR2(4)

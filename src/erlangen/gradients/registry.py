@@ -10,11 +10,14 @@ from torch import nn
 #: a rule runs the layer with detached parameters and tells the tape how rows contribute to their gradients
 Rule = Callable[..., Any]
 
-_RULES: dict[type[nn.Module], Rule] = {}
+_RULES: dict[type[nn.Module] | str, Rule] = {}
 
 
-def rule(*layers: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register ``fn(module, tape, *args, **kwargs) -> output`` for exactly these layer types."""
+def rule(*layers: type[nn.Module] | str) -> Callable[[Rule], Rule]:
+    """Register ``fn(module, tape, *args, **kwargs) -> output`` for exactly these layer types.
+
+    A layer of a package that may not be installed is named by its path, ``"package.module.Class"``.
+    """
 
     def add(fn: Rule) -> Rule:
         for layer in layers:
@@ -32,15 +35,16 @@ def find_rule(module: nn.Module) -> Rule | None:
     from erlangen.gradients import rules  # noqa: F401  (registers the families)
 
     for base in type(module).__mro__:
-        if base in _RULES:
-            return _RULES[base] if type(module).forward is base.forward else None
+        found = _RULES.get(base) or _RULES.get(f"{base.__module__}.{base.__qualname__}")
+        if found is not None:
+            return found if type(module).forward is base.forward else None  # type: ignore[attr-defined]
     return None
 
 
 def registered() -> dict[type[nn.Module], Rule]:
     """All rules, for tests and audits that must see every one, also those of layers nobody has used yet."""
     import erlangen.circulant
-    import erlangen.equivariant
+    import erlangen.equivariant  # noqa: F401
     from erlangen.gradients import rules  # noqa: F401
 
-    return dict(_RULES)
+    return {layer: fn for layer, fn in _RULES.items() if isinstance(layer, type)}
