@@ -178,22 +178,22 @@ class Bench:
 
     # -- the two phases -------------------------------------------------------------------------------------------
 
+    def split(self) -> Dataset:
+        """The training set without its last twelfth, which stands in for the test set."""
+        d, held = self.dataset, len(self.dataset) // 12
+        return Dataset(d.name, d.x_train[:-held], d.y_train[:-held], d.x_train[-held:], d.y_train[-held:], d.classes)
+
     def tune(self) -> dict[str, tuple[float, float]]:
         """The learning rate and clip of every mechanism with the best accuracy on held-out *training* records."""
         o = self.options
         rows = self.result["tuning"]
-        if not rows:  # finished tuning is not repeated
-            held = len(self.dataset) // 12
-            d = self.dataset
-            split = Dataset(
-                d.name, d.x_train[:-held], d.y_train[:-held], d.x_train[-held:], d.y_train[-held:], d.classes
-            )
-            grid = itertools.product(self.mechanisms, o.lr, o.clip, range(1000, 1000 + o.tune_seeds))
-            steps = o.tune_steps or o.steps
-            configs = [self.config(m, o.tune_sigma, s, lr, c, steps) for m, lr, c, s in grid]
-            for part in batched(configs, o.members):
-                rows += self.run(part, split)
-                self.costs.clear()  # the split has another size
+        done = {(r["mechanism"], r["lr"], r["clip"], r["seed"]) for r in rows}
+        grid = itertools.product(self.mechanisms, o.lr, o.clip, range(1000, 1000 + o.tune_seeds))
+        steps = o.tune_steps or o.steps
+        configs = [self.config(m, o.tune_sigma, s, lr, c, steps) for m, lr, c, s in grid if (m, lr, c, s) not in done]
+        for part in batched(configs, o.members):
+            rows += self.run(part, self.split())
+            self.costs.clear()  # the split has another size
             self.save()
         mean = lambda m, lr, c: statistics.fmean(  # noqa: E731
             r["test_accuracy"] for r in rows if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, c)
