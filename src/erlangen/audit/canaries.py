@@ -31,7 +31,7 @@ from erlangen.audit.distinguish import evidence
 from erlangen.audit.intervals import noise_upper_limit
 from erlangen.audit.neighbours import HUGE, flatten, unflatten
 from erlangen.audit.one_run import best_guesses, conclude_one_run, guess
-from erlangen.audit.verdict import CONFIDENCE, CONFIDENCES, Claim, Finding, _key, conclude
+from erlangen.audit.verdict import CONFIDENCE, CONFIDENCES, Claim, Finding, conclude, level
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms import Clipless, GaussianMechanism, Mechanism
 from erlangen.sampling import PoissonSampler
@@ -112,7 +112,9 @@ class CanaryTap:
         """Along each canary, in units of the stated noise: N(0, 1) without it and N(1/σ, 1) with it, if all is as stated."""
         y = _flat(released) * expected_batch - known
         if isinstance(self.mechanism, (GaussianMechanism, Clipless)):
-            stds = [torch.as_tensor(self.mechanism.noise_std(n), dtype=torch.float64).cpu() for n in self.mechanism.shapes]
+            stds = [
+                torch.as_tensor(self.mechanism.noise_std(n), dtype=torch.float64).cpu() for n in self.mechanism.shapes
+            ]
             sizes = self.mechanism.shapes.values()
             noise = torch.cat([s.expand(shape).reshape(-1) for s, shape in zip(stds, sizes)]).clamp(min=1e-12)
         else:  # a release of fixed length: only its direction speaks
@@ -183,8 +185,8 @@ def _whole_run(session: Any, name: str, seen: Seen, confidence: float) -> Iterat
     levels = sorted({*CONFIDENCES, confidence})
     near = Claim.of(session.training.mechanism.event(), delta).sigma or 1.0
     invert = lambda counts, c: subsampled.epsilon_lower(counts, rate, steps, delta, 1 - c, near)  # noqa: E731
-    bounds = {_key(c): invert(order.balanced, c) for c in levels}
-    ceiling = {_key(confidence): invert(order.balanced.perfect, confidence)}
+    bounds = {level(c): invert(order.balanced, c) for c in levels}
+    ceiling = {level(confidence): invert(order.balanced.perfect, confidence)}
     found = conclude(
         name, "run canaries", order, claim, trials=len(seen.run_scores), exact=claim.epsilon, confidence=confidence,
         facts={"rate": rate, "steps": steps},
@@ -192,4 +194,6 @@ def _whole_run(session: Any, name: str, seen: Seen, confidence: float) -> Iterat
     yield dataclasses.replace(found, gdp_lower_bound=bounds, gdp_ceiling=ceiling)
     mu = 2.0 if claim.empty else max(0.05, gdp_mu([(session.training.event(), steps)], delta))
     guesses = guess(seen.run_scores, seen.run_in, best_guesses(len(seen.run_scores), mu, delta))
-    yield conclude_one_run(name, "one run", guesses, claim.epsilon, delta, {"canaries": len(seen.run_scores)}, confidence)
+    yield conclude_one_run(
+        name, "one run", guesses, claim.epsilon, delta, {"canaries": len(seen.run_scores)}, confidence
+    )

@@ -45,7 +45,8 @@ def audit_clipping(name: str, make: MakeRule) -> Finding:
             w = rule.weights(norms)
             tried += norms.shape[1]
             if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
-                return failed(name, "clipping", f"a weight is {float(w[~(w >= 0) | ~torch.isfinite(w)][0])} at C = {bound:g}", tried)
+                wrong = float(w[~(w >= 0) | ~torch.isfinite(w)][0])
+                return failed(name, "clipping", f"a weight is {wrong} at C = {bound:g}", tried)
             moved = (w.double() * norms.double()).square().sum(0).sqrt() / rule.sensitivity
             worst = max(worst, float(moved.max()))
             if worst > 1 + TOLERANCE:

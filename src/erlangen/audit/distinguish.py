@@ -26,7 +26,9 @@ class Threshold:
         return Counts(int(absent.sum()), len(without), int((~there).sum()), len(with_record))
 
 
-def evidence(with_record: np.ndarray, without: np.ndarray, delta: float, alpha: float, pilot: float = PILOT) -> Evidence:
+def evidence(
+    with_record: np.ndarray, without: np.ndarray, delta: float, alpha: float, pilot: float = PILOT
+) -> Evidence:
     """Counts at both thresholds, on the trials that did not choose them."""
     w, w_rest = split(np.asarray(with_record, dtype=np.float64), pilot)
     o, o_rest = split(np.asarray(without, dtype=np.float64), pilot)
@@ -57,7 +59,10 @@ def best_tail(w: np.ndarray, o: np.ndarray, trials: tuple[int, int], delta: floa
     for sign in (1.0, -1.0):
         a, b = np.sort(sign * w), np.sort(sign * o)
         for value in _thresholds(a, b):
-            missed, alarms = np.searchsorted(a, value, "right") / len(a), 1 - np.searchsorted(b, value, "right") / len(b)
+            missed, alarms = (
+                np.searchsorted(a, value, "right") / len(a),
+                1 - np.searchsorted(b, value, "right") / len(b),
+            )
             scaled = Counts(round(alarms * trials[1]), trials[1], round(missed * trials[0]), trials[0])
             found = epsilon_lower(scaled, delta, alpha)
             if found > best + 1e-9:

@@ -73,7 +73,9 @@ def examples() -> dict[type[nn.Module], Example]:
         nn.GRU: Example(lambda: _Outputs(nn.GRU(4, 3, batch_first=True)), _floats(5, 4)),
         CirculantLinear: Example(lambda: CirculantLinear(6, 5, 3), _floats(4, 6)),
         CirculantConv2d: Example(lambda: CirculantConv2d(4, 4, 3, 2, padding=1), _floats(4, 5, 5)),
-        eq.SteerableConv2d: Example(lambda: eq.SteerableConv2d(fields, fields, 3, padding=1), _floats(fields.size, 6, 6)),
+        eq.SteerableConv2d: Example(
+            lambda: eq.SteerableConv2d(fields, fields, 3, padding=1), _floats(fields.size, 6, 6)
+        ),
         eq.EquivariantGroupNorm: Example(lambda: eq.EquivariantGroupNorm(fields), _floats(fields.size, 4, 4)),
         eq.FieldInstanceNorm: Example(lambda: eq.FieldInstanceNorm(vectors), _floats(vectors.size, 4, 4)),
         eq.NormNonlinearity: Example(lambda: eq.NormNonlinearity(vectors), _floats(vectors.size, 4, 4)),

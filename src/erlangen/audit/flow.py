@@ -113,7 +113,19 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, seed: int = 0) -
     d = sum(s.numel() for s in shapes.values())
     some = list(directions(shapes, seed))
     just_above = float(torch.nextafter(torch.tensor(bound), torch.tensor(math.inf)))
-    sizes = (1e-42, 1e-30, 1e-12, 1e-3 * bound, 0.999999 * bound, bound, just_above, 1.5 * bound, 1e4 * bound, 1e18, 1e30)
+    sizes = (
+        1e-42,
+        1e-30,
+        1e-12,
+        1e-3 * bound,
+        0.999999 * bound,
+        bound,
+        just_above,
+        1.5 * bound,
+        1e4 * bound,
+        1e18,
+        1e30,
+    )
     crowd = 0.3 * bound * torch.randn(5, d, generator=torch.Generator().manual_seed(seed + 1)) / math.sqrt(d)
     nobody = crowd[:0]
 

@@ -22,7 +22,14 @@ SHAPES: Mapping[str, torch.Size] = {"weight": torch.Size([3, 2]), "bias": torch.
 class OpacusOptimizer:
     """One step of `opacus.optimizers.DPOptimizer` as a release: per-sample gradients in, ``p.grad`` out."""
 
-    def __init__(self, sigma: float, bound: float, shapes: Mapping[str, torch.Size] = SHAPES, expected_batch: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        sigma: float,
+        bound: float,
+        shapes: Mapping[str, torch.Size] = SHAPES,
+        expected_batch: int = 4,
+        seed: int = 0,
+    ) -> None:
         try:
             from opacus.optimizers import DPOptimizer
         except ImportError as error:

@@ -28,7 +28,9 @@ class Counts:
     with_record: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.fp <= self.without and 0 <= self.fn <= self.with_record and self.without and self.with_record):
+        if not (
+            0 <= self.fp <= self.without and 0 <= self.fn <= self.with_record and self.without and self.with_record
+        ):
             raise ValueError(f"counts {self} are impossible: errors must lie between 0 and a positive number of trials")
 
     @property
@@ -65,7 +67,10 @@ def gdp_lower(counts: Counts, alpha: float) -> float:
     enumerated (`gdp_refuted`); beyond, each rate gets its own limit at α/2.
     """
     if max(counts.without, counts.with_record) > EXACT_TRIALS:
-        fpr, fnr = upper_limit(counts.fp, counts.without, alpha / 2), upper_limit(counts.fn, counts.with_record, alpha / 2)
+        fpr, fnr = (
+            upper_limit(counts.fp, counts.without, alpha / 2),
+            upper_limit(counts.fn, counts.with_record, alpha / 2),
+        )
         return max(0.0, float(ndtri(1 - fpr) - ndtri(fnr))) if max(fpr, fnr) < 1 else 0.0
     if not gdp_refuted(counts, 0.0, alpha):
         return 0.0

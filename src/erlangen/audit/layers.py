@@ -95,6 +95,7 @@ def _difference(got: PerSampleGradients, want: dict[str, Tensor], strategy: str)
 
 def _contributions(module: nn.Module, x: Tensor, bound: float = 0.5) -> str | None:
     """One row through tape and clip without noise: never longer than C, whatever the row holds."""
+    cases: list[tuple[Tensor, torch.dtype | None]]
     cases = [(x[:1] * s, None) for s in (1.0, 1e-20, 1e6, 1e18)] if x.is_floating_point() else [(x[:1], None)]
     if x.is_floating_point():
         cases += [(torch.full_like(x[:1], bad), None) for bad in (math.nan, math.inf)]
@@ -113,5 +114,6 @@ def _contributions(module: nn.Module, x: Tensor, bound: float = 0.5) -> str | No
             released = clip.release(gradients, 1.0)
         length = math.sqrt(sum(float(t.double().square().sum()) for t in released.values()))
         if not length <= bound * (1 + TOLERANCE):
-            return f"one row contributes {length:.6g} at C = {bound:g} (input of size {float(row.abs().max()):.3g}, {dtype or row.dtype})"
+            what = f"input of size {float(row.abs().max()):.3g}, {dtype or row.dtype}"
+            return f"one row contributes {length:.6g} at C = {bound:g} ({what})"
     return None

@@ -43,9 +43,9 @@ def plant(x: Tensor, y: Tensor, classes: int, canaries: int, seed: int = 0) -> P
     chosen, rest = order[:canaries], order[canaries:]
     wrong = (y[chosen] + torch.randint(1, classes, (canaries,), generator=g)) % classes
     included = torch.rand(canaries, generator=g) < 0.5
-    return Planted(
-        torch.cat([x[rest], x[chosen][included]]), torch.cat([y[rest], wrong[included].to(y)]), x[chosen], wrong.to(y), included.numpy()
-    )
+    wrong = wrong.to(y)
+    data = torch.cat([x[rest], x[chosen][included]]), torch.cat([y[rest], wrong[included]])
+    return Planted(*data, x[chosen], wrong, included.numpy())
 
 
 def audit_training_function(
@@ -58,7 +58,9 @@ def audit_training_function(
     scores = -losses(model, planted.canary_x, planted.canary_y)
     made = best_guesses(canaries, mu, delta) if guesses is None else guesses
     facts = {"advantage": advantage(scores[planted.included], scores[~planted.included])}
-    return conclude_one_run(name, "membership", guess(scores, planted.included, made), epsilon, delta, facts, confidence)
+    return conclude_one_run(
+        name, "membership", guess(scores, planted.included, made), epsilon, delta, facts, confidence
+    )
 
 
 @torch.no_grad()
@@ -99,7 +101,8 @@ def audit_session(config: Any, name: str, *, canaries: int = 200, seed: int = 0,
             if progress is not None:
                 progress(step + 1, session.config.steps)
         spent["epsilon"], spent["delta"] = session.epsilon(), session.config.delta or 1e-5
-        spent["mu"] = 1.0 if math.isinf(spent["epsilon"]) else gdp_mu([(session.training.event(), session.step_count)], spent["delta"])
+        paid = [(session.training.event(), session.step_count)]
+        spent["mu"] = 1.0 if math.isinf(spent["epsilon"]) else gdp_mu(paid, spent["delta"])
         return session.model
 
     x, y = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)

@@ -148,7 +148,10 @@ def _unit(y: Tensor, pair: Pair) -> np.ndarray:
 def _projected(y: Tensor, pair: Pair) -> np.ndarray:
     """Components along the canary and along the others, signed and not, and the angle between them."""
     y, norm, bad = _size(y)
-    along = [torch.nan_to_num(flatten({n: g.sum(0) for n, g in part.items()}).double()) for part in (pair.canary, pair.others)]
+    along = [
+        torch.nan_to_num(flatten({n: g.sum(0) for n, g in part.items()}).double())
+        for part in (pair.canary, pair.others)
+    ]
     p, q = (y @ (v / v.norm().clamp(min=1e-30)) for v in along)
     angle = torch.atan2(p.abs(), q.abs())
     return torch.stack([p, q, p.abs(), q.abs(), angle, norm, bad], 1).numpy()
@@ -160,7 +163,12 @@ def _along(y: Tensor, pair: Pair) -> np.ndarray:
     return torch.nan_to_num(y.to(v) @ (v / v.norm().clamp(min=1e-30)))[:, None].numpy()
 
 
-VIEWS: dict[str, Callable[[Tensor, Pair], np.ndarray]] = {"along": _along, "projected": _projected, "raw": _raw, "unit": _unit}
+VIEWS: dict[str, Callable[[Tensor, Pair], np.ndarray]] = {
+    "along": _along,
+    "projected": _projected,
+    "raw": _raw,
+    "unit": _unit,
+}
 
 
 def fisher(with_record: np.ndarray, without: np.ndarray) -> np.ndarray:
@@ -245,17 +253,24 @@ def audit_releases(
         "releases_per_second": round(releaser.count / max(releaser.seconds, 1e-9)),
         "vectorised": releaser.row_wise,
     }
-    return conclude(subject.name, "mechanism", seen, claim, exact=exact, trials=trials, facts=facts, confidence=confidence)
+    return conclude(
+        subject.name, "mechanism", seen, claim, exact=exact, trials=trials, facts=facts, confidence=confidence
+    )
 
 
-def _count(releaser: Releaser, score: Score, trials: int, delta: float, alpha: float, tick: Callable[[int], None]) -> Evidence:
+def _count(
+    releaser: Releaser, score: Score, trials: int, delta: float, alpha: float, tick: Callable[[int], None]
+) -> Evidence:
     """Fresh trials of both worlds: the first choose thresholds, the others are counted as they come."""
     first = min(max(1, int(trials * PILOT)), LARGEST_PILOT)
     step = CHUNK if releaser.row_wise else 1000
     worlds = score.pair.joined, score.pair.others
 
     def draw(count: int) -> list[np.ndarray]:
-        out = [np.concatenate([score(releaser.draw(g, min(step, count - k))) for k in range(0, count, step)]) for g in worlds]
+        out = [
+            np.concatenate([score(releaser.draw(g, min(step, count - k))) for k in range(0, count, step)])
+            for g in worlds
+        ]
         tick(2 * count)
         return out
 

@@ -5,7 +5,7 @@ As published, a mechanism is audited against what its paper claims: a Gaussian o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from erlangen.audit.montecarlo import Progress, Subject, audit_releases
 from erlangen.audit.neighbours import Pair, unflatten
 from erlangen.audit.static import Recipe, first_that_builds
 from erlangen.audit.verdict import CONFIDENCE, Claim, Finding
+from erlangen.mechanisms import mechanisms
 
 #: trials in each world: rows of a few coordinates, rows, and one call at a time
 FEW_COORDINATES, ROWS, CALLS = 20_000_000, 1_000_000, 12_000
@@ -31,9 +32,25 @@ def vector_network(d: int) -> nn.Module:
     return nn.Linear(d, 1, bias=False)
 
 
-def find(name: str, options: Mapping[str, Any], *, sigma: float, bound: float, batch: float, d: int | None, seed: int, clipping: str) -> Recipe:
+def equivariant_network() -> nn.Module:
+    """Two steerable convolutions: what trains are coefficients of a kernel basis."""
+    from erlangen import equivariant as eq
+
+    image, hidden = eq.trivial_fields(eq.cyclic(4), 1), eq.regular_fields(eq.cyclic(4), 1)
+    return nn.Sequential(eq.SteerableConv2d(image, hidden, 3), eq.SteerableConv2d(hidden, image, 3, bias=False))
+
+
+def find(
+    name: str, options: Mapping[str, Any], *, sigma: float, bound: float, batch: float, d: int | None, seed: int, clipping: str,
+    network: Callable[[], nn.Module] | None = None,
+) -> Recipe:  # fmt: skip
     """A recipe for a registered mechanism; ``d`` asks for one vector of that many parameters."""
+    if name not in mechanisms():
+        known = ", ".join(sorted(mechanisms()))
+        raise ValueError(f"mechanism is {name!r}; choose one of {known}, opacus, or package.module:factory")
     settings: dict[str, Any] = {"sigma": sigma, "bound": bound, "batch": batch, "seed": seed, "clipping": clipping}
+    if network is not None:
+        return Recipe(name, options, network, **settings)
     if d is not None:
         return Recipe(name, options, lambda: vector_network(d), **settings)
     if name == "gredp" and clipping == "flat":
@@ -59,6 +76,7 @@ def audit_named(
     name: str, options: Mapping[str, Any] | None = None, *, sigma: float | None = None, claim_epsilon: float | None = None,
     delta: float = 1e-5, bound: float = 1.0, batch: float = 4.0, d: int | None = None, trials: int | None = None, seed: int = 0,
     clipping: str = "flat", confidence: float = CONFIDENCE, progress: Progress | None = None,
+    network: Callable[[], nn.Module] | None = None,
 ) -> Finding:  # fmt: skip
     """Attack a registered mechanism. Give σ, or the ε that is claimed for one release (σ is then calibrated to it)."""
     if sigma is not None and claim_epsilon is not None:
@@ -67,7 +85,9 @@ def audit_named(
         sigma = accounting.noise_multiplier(claim_epsilon, delta, 1.0, 1)
     sigma = 1.0 if sigma is None else sigma
     options = dict(options or {})
-    recipe = find(name, options, sigma=sigma, bound=bound, batch=batch, d=d, seed=seed, clipping=clipping)
+    recipe = find(
+        name, options, sigma=sigma, bound=bound, batch=batch, d=d, seed=seed, clipping=clipping, network=network
+    )
     mechanism = recipe.build()
     published = bool(options.get("as_published"))
     event = accounting.gaussian(sigma) if published else mechanism.event()

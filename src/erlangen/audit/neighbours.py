@@ -99,7 +99,11 @@ def portfolio(shapes: Mapping[str, torch.Size], seed: int = 0) -> list[Pair]:
         contexts = {"alone": nobody}
         if k < 2 or d > FEW:
             beside = torch.roll(v, 1)[None] * 0.5
-            contexts |= {"among others": crowd, "against a small record": -0.5 * v[None], "beside a small record": beside}
+            contexts |= {
+                "among others": crowd,
+                "against a small record": -0.5 * v[None],
+                "beside a small record": beside,
+            }
         for context, others in contexts.items():
             pairs.append(Pair(f"{name}, {context}", unflatten(others, shapes), unflatten(canary, shapes)))
     pairs.append(Pair("not a number", unflatten(crowd, shapes), unflatten(torch.full((1, d), math.nan), shapes)))

@@ -19,7 +19,7 @@ from scipy import stats
 from scipy.special import ndtr
 
 from erlangen.audit.intervals import bisect
-from erlangen.audit.verdict import CONFIDENCE, CONFIDENCES, CONSISTENT, INCONCLUSIVE, VIOLATED, Finding, _key
+from erlangen.audit.verdict import CONFIDENCE, CONFIDENCES, CONSISTENT, INCONCLUSIVE, VIOLATED, Finding, level
 
 LARGEST_EPSILON = 60.0
 
@@ -95,9 +95,10 @@ def conclude_one_run(subject: str, audit: str, guesses: Guesses, epsilon: float,
     }[verdict]
     return Finding(
         subject, audit, verdict, epsilon, delta, None,
-        lower_bound={_key(c): guesses.epsilon_lower(delta, 1 - c) for c in levels},
-        ceiling={_key(c): guesses.perfect.epsilon_lower(delta, 1 - c) for c in levels},
+        lower_bound={level(c): guesses.epsilon_lower(delta, 1 - c) for c in levels},
+        ceiling={level(c): guesses.perfect.epsilon_lower(delta, 1 - c) for c in levels},
         p_value=p, trials=guesses.canaries, reason=reason, facts={**facts, "guesses": guesses.made, "right": guesses.right},
+        confidence=confidence,
     )  # fmt: skip
 
 

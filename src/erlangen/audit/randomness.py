@@ -78,7 +78,9 @@ def audit_noise(name: str, make: MakeNoise, size: int = 4000) -> Finding:
         p |= {
             f"noise with {label} as scale is not standard normal": float(stats.kstest(x, "norm").pvalue),
             f"noise with {label} as scale has the wrong variance": _variance(x),
-            f"noise with {label} as scale is not white": _correlation(torch.from_numpy(x[:-1]), torch.from_numpy(x[1:])),
+            f"noise with {label} as scale is not white": _correlation(
+                torch.from_numpy(x[:-1]), torch.from_numpy(x[1:])
+            ),
         }
     return _judge(name, "noise", p, size * len(blocks), {"description": make(None, "", 0).description})
 
@@ -109,8 +111,12 @@ def audit_sampler(name: str, make: MakeSampler, units: int = 50, rate: float = 0
     drawn = torch.zeros(steps, units, dtype=torch.float64)
     for step in range(steps):
         batch = sampler.draw()
-        if batch.numel() and (int(batch.min()) < 0 or int(batch.max()) >= units or batch.unique().numel() < batch.numel()):
-            return failed(name, "sampler", f"a batch holds a record twice, or none of the {units}: {batch.tolist()[:10]}")
+        if batch.numel() and (
+            int(batch.min()) < 0 or int(batch.max()) >= units or batch.unique().numel() < batch.numel()
+        ):
+            return failed(
+                name, "sampler", f"a batch holds a record twice, or none of the {units}: {batch.tolist()[:10]}"
+            )
         drawn[step, batch] = 1.0
     facts = {"event": repr(event), "rate": float(drawn.mean()), "empty_batches": int((drawn.sum(1) == 0).sum())}
     if event == release:

@@ -35,14 +35,15 @@ BATCH = 4.0
 
 
 def small_network() -> nn.Module:
-    """A convolution with a bias and a linear head: 10 + 8 + 2 … few enough parameters for full covariances."""
+    """A convolution with a bias and a linear head: 18 parameters, few enough for full covariances."""
     return nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(4, 2, bias=False))
 
 
 def small_lipschitz_network() -> nn.Module:
     from erlangen import lipschitz as lip
 
-    return lip.Sequential(lip.BoundedInput((1, 3, 3), 1.0), lip.SpectralConv2d(1, 1, 3, bias=True), lip.Flatten(), lip.SpectralDense(9, 2))
+    first, kernel = lip.BoundedInput((1, 3, 3), 1.0), lip.SpectralConv2d(1, 1, 3, bias=True)
+    return lip.Sequential(first, kernel, lip.Flatten(), lip.SpectralDense(9, 2))
 
 
 NETWORKS: tuple[Callable[[], nn.Module], ...] = (small_network, small_lipschitz_network)
@@ -118,7 +119,9 @@ def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
     live = values > 1e-9 * values.max()
     silent = float((drawn @ vectors[:, ~live]).abs().max()) if bool((~live).any()) else 0.0
     if silent > 1e-4 * math.sqrt(float(values.max())):
-        return failed(subject.name, "covariance", f"a direction stated to be zero is released with size {silent:.3g}", trials)
+        return failed(
+            subject.name, "covariance", f"a direction stated to be zero is released with size {silent:.3g}", trials
+        )
     white = drawn @ (vectors[:, live] / values[live].sqrt())
     least = float(torch.linalg.eigvalsh(white.T @ white / trials)[0])
     d, t = int(live.sum()), math.sqrt(-2 * math.log(1 - CONFIDENCE))
@@ -181,14 +184,18 @@ def static_audit(progress: Callable[[str], None] = lambda name: None) -> list[Fi
             findings.append(unable(recipe[0], "flow", f"could not be built: {recipe[1]}"))
             continue
         progress(recipe.name)
-        findings.append(guarded(recipe.name, "flow", lambda r=recipe: audit_flow(r.name, r.build, r.build().shapes, r.bound)))  # type: ignore[misc]
+        findings.append(
+            guarded(recipe.name, "flow", lambda r=recipe: audit_flow(r.name, r.build, r.build().shapes, r.bound))
+        )  # type: ignore[misc]
         if states_its_covariance(recipe.build()):
             findings.append(guarded(recipe.name, "covariance", lambda r=recipe: audit_covariance(r.subject())))  # type: ignore[misc]
     for name, rule in clipping_rules().items():
         progress(name)
         findings.append(guarded(name, "clipping", lambda n=name, r=rule: audit_clipping(n, r)))  # type: ignore[misc]
         clipped = Recipe("iso", {}, clipping=name)
-        findings.append(guarded(clipped.name, "flow", lambda r=clipped: audit_flow(r.name, r.build, r.build().shapes, r.bound)))  # type: ignore[misc]
+        findings.append(
+            guarded(clipped.name, "flow", lambda r=clipped: audit_flow(r.name, r.build, r.build().shapes, r.bound))
+        )  # type: ignore[misc]
     findings += list(_randomness(progress))
     findings += list(_layers(progress))
     return corrected(findings)

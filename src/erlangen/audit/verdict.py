@@ -58,7 +58,10 @@ class Claim:
             return gdp_refuted(counts, 1.0 / self.sigma, alpha)
         if self.event is None:
             return epsilon_lower(counts, self.delta, alpha) > self.epsilon
-        fpr, fnr = upper_limit(counts.fp, counts.without, alpha / 2), upper_limit(counts.fn, counts.with_record, alpha / 2)
+        fpr, fnr = (
+            upper_limit(counts.fp, counts.without, alpha / 2),
+            upper_limit(counts.fn, counts.with_record, alpha / 2),
+        )
         return not self.curve.allows(fpr, fnr)
 
 
@@ -80,14 +83,15 @@ class Finding:
     trials: int = 0
     reason: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def bound(self) -> float:
-        """The model-free lower bound at the confidence that decides."""
-        return self.lower_bound.get(_key(CONFIDENCE), 0.0)
+    confidence: float = CONFIDENCE
 
     def to_json(self) -> dict[str, Any]:
-        return jsonable(dataclasses.asdict(self))
+        """Bounds as numbers at the confidence that decided, and beside them (plural) at every confidence."""
+        out = dataclasses.asdict(self)
+        for name in ("lower_bound", "gdp_lower_bound", "ceiling", "gdp_ceiling"):
+            every = out[name]
+            out[name], out[f"{name}s"] = every.get(level(self.confidence)), every
+        return jsonable(out)
 
 
 def jsonable(value: Any) -> Any:
@@ -99,7 +103,7 @@ def jsonable(value: Any) -> Any:
     return ("inf" if value > 0 else "-inf") if isinstance(value, float) and math.isinf(value) else value
 
 
-def _key(confidence: float) -> str:
+def level(confidence: float) -> str:
     return f"{100 * confidence:g}%"
 
 
@@ -124,28 +128,32 @@ def conclude(
     bounds: dict[str, dict[str, float]] = {"lower_bound": {}, "gdp_lower_bound": {}, "ceiling": {}, "gdp_ceiling": {}}
     perfect = evidence.tail.perfect
     for c in sorted({*CONFIDENCES, confidence}):
-        bounds["lower_bound"][_key(c)] = epsilon_lower(evidence.tail, claim.delta, 1 - c)
-        bounds["gdp_lower_bound"][_key(c)] = gaussian_epsilon(gdp_lower(evidence.balanced, 1 - c), claim.delta)
-        bounds["ceiling"][_key(c)] = epsilon_lower(perfect, claim.delta, 1 - c)
-        bounds["gdp_ceiling"][_key(c)] = gaussian_epsilon(gdp_lower(perfect, 1 - c), claim.delta)
+        bounds["lower_bound"][level(c)] = epsilon_lower(evidence.tail, claim.delta, 1 - c)
+        bounds["gdp_lower_bound"][level(c)] = gaussian_epsilon(gdp_lower(evidence.balanced, 1 - c), claim.delta)
+        bounds["ceiling"][level(c)] = epsilon_lower(perfect, claim.delta, 1 - c)
+        bounds["gdp_ceiling"][level(c)] = gaussian_epsilon(gdp_lower(perfect, 1 - c), claim.delta)
     both = {evidence.balanced, evidence.tail}
     p = min(1.0, len(both) * min(p_value(lambda alpha, n=n: claim.refuted(n, alpha)) for n in both))  # type: ignore[misc]
     able = claim.empty or claim.refuted(perfect, (1 - confidence) / len(both))
     verdict = VIOLATED if p <= 1 - confidence else CONSISTENT if able else INCONCLUSIVE
     reason = {
-        VIOLATED: f"the claim is refuted at {_key(confidence)} (p = {p:.2g})",
+        VIOLATED: f"the claim is refuted at {level(confidence)} (p = {p:.2g})",
         CONSISTENT: "nothing is claimed (ε = ∞)" if claim.empty else "the attack did not refute the claim",
         INCONCLUSIVE: "this many trials cannot refute the claim whatever they show: give more trials",
     }[verdict]
     counts = {"balanced": dataclasses.asdict(evidence.balanced), "tail": dataclasses.asdict(evidence.tail)}
     return Finding(
         subject, audit, verdict, claim.epsilon, claim.delta, exact, p_value=p, trials=trials, reason=reason,
-        facts={**(facts or {}), "counts": counts}, **bounds,
+        facts={**(facts or {}), "counts": counts}, confidence=confidence, **bounds,
     )  # fmt: skip
 
 
-def passed(subject: str, audit: str, trials: int = 0, facts: Mapping[str, Any] | None = None, p: float | None = None) -> Finding:
-    return Finding(subject, audit, CONSISTENT, p_value=p, trials=trials, reason="nothing found", facts=dict(facts or {}))
+def passed(
+    subject: str, audit: str, trials: int = 0, facts: Mapping[str, Any] | None = None, p: float | None = None
+) -> Finding:
+    return Finding(
+        subject, audit, CONSISTENT, p_value=p, trials=trials, reason="nothing found", facts=dict(facts or {})
+    )
 
 
 def failed(subject: str, audit: str, reason: str, trials: int = 0, facts: Mapping[str, Any] | None = None,

@@ -23,7 +23,7 @@ from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.static import audit_bounds
 from erlangen.audit.verdict import Finding
 from erlangen.gradients.pieces import Dense
-from erlangen.gradients.registry import _RULES, find_rule
+from erlangen.gradients.registry import _RULES
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.lipschitz import SpectralConv2d, SpectralDense
 from erlangen.mechanisms import (
@@ -72,7 +72,12 @@ def examine(specimen: Specimen, trials: int = 1000, static: bool = True, seed: i
     if specimen.kind == "sampler":
         return [audit_sampler(name, make)]
     if specimen.kind == "layer rule":
-        return [audit_layer(name, make())]
+        before = dict(_RULES)
+        try:
+            return [audit_layer(name, make())]
+        finally:  # the zoo must not infect the registry
+            _RULES.clear()
+            _RULES.update(before)
     return [audit_bounds(name, *make())]
 
 
@@ -314,12 +319,12 @@ def _averages_tokens(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
 
 
 def _with_rule(kind: type[nn.Linear], rule: Any) -> Example:
-    """The rule travels with the layer, not with the registry: the zoo must not infect the library."""
+    """A linear layer of its own type with this rule; None is the library's."""
 
     class Layer(kind):  # type: ignore[valid-type,misc]
         def __init__(self) -> None:
             super().__init__(5, 3)
-            _RULES[type(self)] = rule if rule is not None else find_rule(nn.Linear(1, 1))
+            _RULES[type(self)] = rule or _RULES[nn.Linear]
 
         def forward(self, input: Tensor) -> Tensor:
             return nn.functional.linear(input, self.weight, self.bias)
@@ -407,7 +412,8 @@ def zoo() -> list[Specimen]:
         Specimen("rate understated", "sampler", sampler(RateUnderstated), "twice the claimed rate"),
         Specimen("linear rule", "layer rule", lambda: _with_rule(nn.Linear, None)),
         Specimen("bias forgotten", "layer rule", lambda: _with_rule(NormWithoutBias, _forgets_bias), "the rule forgets the bias"),
-        Specimen("mean over tokens", "layer rule", lambda: _with_rule(MeanOverTokens, _averages_tokens), "tokens averaged, not summed"),
+        Specimen("mean over tokens", "layer rule", lambda: _with_rule(MeanOverTokens, _averages_tokens),
+                 "tokens averaged, not summed"),
         Specimen("spectral convolution", "bounds", lambda: (lambda: SpectralConv2d(1, 2, 3, bias=True), (1, 5, 5))),
         Specimen("bias bound without area", "bounds", lambda: (lambda: BiasBoundWithoutArea(1, 2, 3, bias=True), (1, 5, 5)),
                  "bias bound without √(HW)"),

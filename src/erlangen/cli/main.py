@@ -8,7 +8,7 @@ import sys
 import typer
 
 import erlangen
-from erlangen.cli import accounting, reproduce, train
+from erlangen.cli import accounting, audit, reproduce, train
 
 app = typer.Typer(
     name="erlangen",
@@ -36,6 +36,7 @@ def _root(
 train.register(app)
 reproduce.register(app)
 accounting.register(app)
+audit.register(app)
 
 
 def main() -> None:

@@ -1,0 +1,128 @@
+"""`docs/results/audit.md` from the results of `erlangen audit all`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from erlangen.audit.table import Everything, shown
+from erlangen.audit.verdict import CONFIDENCE, CONSISTENT, Finding, level
+
+KEY = level(CONFIDENCE)
+NUMBERS = ("claim ε", "exact ε", "lower bound", "Gaussian bound", "ceiling")
+
+
+def page(results: Everything) -> str:
+    """The whole page."""
+    return (
+        "\n".join([*_mechanisms(results), *_static(results), *_zoo(results), *_trust(results), *_opacus(results)])
+        + "\n"
+    )
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), _row(*["---"] * len(cells))]
+
+
+def _numbers(f: Finding) -> list[str]:
+    bounds = (f.lower_bound.get(KEY), f.gdp_lower_bound.get(KEY), f.ceiling.get(KEY))
+    return [shown(value) for value in (f.claim, f.exact, *bounds)]
+
+
+def _mechanisms(results: Everything) -> Iterator[str]:
+    yield "# Audit of every mechanism"
+    yield ""
+    yield "Made by `erlangen audit all`. How to read it: [audits](../audit.md)."
+    yield ""
+    yield (
+        f"One release of the real code, neighbouring batches that differ in one record, δ = 1e-5, confidence {KEY}, verdicts "
+        "corrected for their number (Holm). *Claim* is what the paper says for a published form, and what Erlangen accounts "
+        "for a sound one; *exact* is what Erlangen accounts. *Lower bound* is model-free, *Gaussian bound* holds if the release "
+        "is Gaussian; *ceiling* is the largest model-free bound that this many trials could have shown. A passing audit is "
+        "never proof."
+    )
+    yield ""
+    yield from _head("paper", "mechanism", "claim of", *NUMBERS, "trials", "verdict")
+    for row in results.rows:
+        f = row.finding
+        trials = f"{f.trials:,}" if f.trials else "–"
+        yield _row(row.entry.paper, f.subject, row.entry.claimed_by, *_numbers(f), trials, f"**{f.verdict}**")
+    yield ""
+    reasons = [row.finding for row in results.rows if row.finding.verdict != CONSISTENT]
+    for f in reasons:
+        where = f.facts.get("neighbours")
+        yield f"- {f.subject}, ε = {shown(f.claim)}: {f.reason}" + (f"; neighbours: {where}." if where else ".")
+    yield ""
+
+
+def _static(results: Everything) -> Iterator[str]:
+    yield "## Static audit"
+    yield ""
+    yield "Everything that is registered: information flow and sensitivity under hostile gradients, full noise covariance,"
+    yield "clipping rules, noise, samplers, layer rules against autograd, bounds of Lipschitz layers under gradient ascent."
+    yield ""
+    yield from _head("audit", "things", "consistent", "violated", "inconclusive")
+    for audit in dict.fromkeys(f.audit for f in results.static):
+        verdicts = Counter(f.verdict for f in results.static if f.audit == audit)
+        counts = [verdicts[v] for v in ("consistent", "violated", "inconclusive")]
+        yield _row(audit, str(sum(counts)), *map(str, counts))
+    yield ""
+    for f in results.static:
+        if f.verdict != CONSISTENT:
+            yield f"- {f.subject} ({f.audit}): {f.verdict}: {f.reason}"
+    yield ""
+    yield "Largest sensitivity found, relative to the claim (1 is the claim):"
+    yield ""
+    yield from _head("mechanism or rule", "audit", "found / claimed")
+    for f in results.static:
+        if "sensitivity" in f.facts:
+            yield _row(f.subject, f.audit, f"{f.facts['sensitivity']:.6f}")
+    yield ""
+
+
+def _zoo(results: Everything) -> Iterator[str]:
+    broken = [s for s in results.zoo if s["bug"]]
+    sound = [s for s in results.zoo if not s["bug"]]
+    caught, spared = sum(bool(s["caught_by"]) for s in broken), sum(not s["caught_by"] for s in sound)
+    yield "## Does it have teeth?"
+    yield ""
+    yield f"{caught} of {len(broken)} deliberately broken specimens were caught; {spared} of {len(sound)} sound ones passed."
+    yield ""
+    yield from _head("broken", "kind", "what is wrong", "caught by")
+    for s in broken:
+        yield _row(s["name"], s["kind"], s["bug"], ", ".join(s["caught_by"]) or "**nothing**")
+    yield ""
+
+
+def _trust(results: Everything) -> Iterator[str]:
+    alarms = results.false_alarms
+    yield "## How much the numbers mean"
+    yield ""
+    yield (
+        f"False alarms of the Monte Carlo audit on a sound mechanism: stated at most {alarms['stated']:.1%}, measured "
+        f"{alarms['measured']:.1%} over {alarms['repetitions']:.0f} repetitions."
+    )
+    yield ""
+    yield "Median lower bounds at 95 % where the truth is known (1000 runs in each world; one run with 1000 canaries):"
+    yield ""
+    yield from _head("true ε", "GDP", "one run", "GDP bounds above the truth")
+    for p in results.power:
+        yield _row(f"{p['epsilon']:g}", f"{p['gdp']:.2f}", f"{p['one_run']:.2f}", f"{p['above_truth']:.1%}")
+    yield ""
+
+
+def _opacus(results: Everything) -> Iterator[str]:
+    if not results.opacus:
+        return
+    yield "## Code that is not ours"
+    yield ""
+    yield from _head("subject", *NUMBERS, "verdict")
+    for f in results.opacus:
+        yield _row(f.subject, *_numbers(f), f"**{f.verdict}**")
+    yield ""
+    yield "A record whose gradient is not finite turns the whole release into NaN there, which shows that it was in the batch."
+    yield "Here such a record contributes exactly zero."

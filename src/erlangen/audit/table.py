@@ -1,0 +1,233 @@
+"""`erlangen audit all`: every mechanism of the five papers, claimed against measured, and how far the audits can be trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from erlangen import accounting
+from erlangen.audit.distinguish import evidence
+from erlangen.audit.intervals import gdp_lower
+from erlangen.audit.montecarlo import audit_releases
+from erlangen.audit.named import audit_named, equivariant_network
+from erlangen.audit.one_run import best_guesses, guess
+from erlangen.audit.static import static_audit
+from erlangen.audit.verdict import CONFIDENCE, INCONCLUSIVE, VIOLATED, Finding, corrected, gaussian_epsilon, unable
+
+#: told what is being audited, and how much of it is done
+Tell = Callable[[str, int, int], None]
+
+GEODP: Mapping[str, Any] = {"sigma": 8.0, "d": 500, "batch": 4096.0, "bound": 0.1}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row: whose claim it is, and how the mechanism is built."""
+
+    paper: str
+    label: str
+    mechanism: str
+    options: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    claimed_by: str = "erlangen"
+
+
+def entries() -> list[Entry]:
+    """Sound forms against their own event, published forms against the paper's claim *and* against their true price."""
+    four, free = {"claim_epsilon": 4.0}, {"loss": 1.0}
+    published = {"as_published": True, "beta": 0.1}
+    steerable, layers = {**four, "network": equivariant_network}, {**four, "clipping": "per-layer"}
+    return [
+        Entry("DP-SGD", "ISO", "iso", {}, four),
+        Entry("DP-SGD", "ISO, clipping per layer", "iso", {}, {**four, "clipping": "per-layer"}),
+        Entry("DP-SGD", "ISO, AUTO-S", "iso", {}, {**four, "clipping": "auto-s"}),
+        Entry("DP-SGD", "ISO, PSAC", "iso", {}, {**four, "clipping": "psac"}),
+        Entry("DP-SGD", "ISO, adaptive quantile", "iso", {}, {**four, "clipping": "adaptive"}),
+        Entry("REP", "REP, steerable network", "rep", {}, steerable),
+        Entry("REP", "SHUFFLE, steerable network", "shuffle", {}, steerable),
+        Entry("Equivariant networks", "ISO, steerable network", "iso", {}, steerable),
+        Entry("Clipless", "Clipless, optimal split", "clipless", free, four),
+        Entry("Clipless", "Clipless, equal multipliers", "clipless", {**free, "split": "local"}, four),
+        Entry("Spectral-DP", "Spectral-DP, sound form", "spectral", {}, four),
+        Entry("Spectral-DP", "Spectral-DP as published, 3 layers", "spectral", {"as_published": True}, layers, "paper"),
+        Entry("GReDP", "GReDP, sound form", "gredp", {}, four),
+        Entry("GReDP", "GReDP as published, complex noise", "gredp", {"as_published": "complex"}, four, "paper"),
+        Entry("GReDP", "GReDP as published, complex noise", "gredp", {"as_published": "complex"}, {"claim_epsilon": 1.0}, "paper"),
+        Entry("GReDP", "GReDP as published, 3 layers", "gredp", {"as_published": "complex"}, layers, "paper"),
+        Entry("GReDP", "GReDP as published, real noise", "gredp", {"as_published": "real"}, four, "paper"),
+        Entry("GReDP", "GReDP as published, noise per sample", "gredp", {"as_published": "per-sample"}, four, "paper"),
+        Entry("GeoDP", "GeoDP, direction (S2)", "geodp", {}, four),
+        Entry("GeoDP", "GeoDP, shrunk direction (S3)", "geodp", {"form": "shrink"}, four),
+        Entry("GeoDP", "GeoDP, angles (S1)", "geodp", {"form": "angles"}, four),
+        Entry("GeoDP", "GeoDP as published", "geodp", published, GEODP, "paper"),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    entry: Entry
+    finding: Finding
+
+
+def audit_table(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None) -> list[Row]:
+    """Every entry; a mechanism that is registered but stands in no entry gets a row of its own. Verdicts by Holm."""
+    wanted = [*entries(), *_unlisted()]
+    findings = []
+    for entry in wanted:
+        try:
+            settings = {**_sized(entry, scale), "seed": seed, "progress": partial(tell, entry.label)}
+            found = audit_named(entry.mechanism, entry.options, **settings)
+        except Exception as error:
+            found = unable(entry.label, "mechanism", f"{type(error).__name__}: {error}")
+        findings.append(replace(found, subject=entry.label))
+    return [Row(entry, finding) for entry, finding in zip(wanted, corrected(findings))]
+
+
+def _sized(entry: Entry, scale: float) -> dict[str, Any]:
+    """Fewer trials than a single audit takes, so that the whole table is minutes."""
+    by_calls = entry.mechanism in ("geodp", "clipless") or entry.settings.get("clipping") == "adaptive"
+    trials = 12_000 if by_calls else 20_000_000 if entry.settings.get("claim_epsilon") == 1.0 else 2_000_000
+    return {"trials": max(500, int(trials * scale)), **entry.settings}
+
+
+def _unlisted() -> Iterator[Entry]:
+    from erlangen.mechanisms import mechanisms
+
+    listed = {entry.mechanism for entry in entries()}
+    for name in mechanisms():
+        if name not in listed:
+            yield Entry("other", name, name, {}, {"claim_epsilon": 4.0})
+
+
+# --- how good the audits are -----------------------------------------------------------------------------------------
+
+
+def power(repetitions: int = 20, runs: int = 1000, seed: int = 0) -> list[dict[str, float]]:
+    """Median lower bounds at true ε = 1, 2, 4, 8: GDP from ``runs`` runs in each world, one run with 1000 canaries. At 95 %."""
+    rng, out = np.random.default_rng(seed), []
+    for epsilon in (1.0, 2.0, 4.0, 8.0):
+        mu = 1.0 / accounting.noise_multiplier(epsilon, 1e-5, 1.0, 1)
+        gdp, one_run, over = [], [], 0
+        made = best_guesses(1000, mu, 1e-5)
+        for _ in range(repetitions):
+            seen = evidence(rng.normal(mu, 1, runs), rng.normal(0, 1, runs), 1e-5, 0.05)
+            gdp.append(gaussian_epsilon(gdp_lower(seen.balanced, 0.05), 1e-5))
+            over += gdp[-1] > epsilon
+            included = rng.random(1000) < 0.5
+            one_run.append(guess(rng.normal(0, 1, 1000) + mu * included, included, made).epsilon_lower(1e-5, 0.05))
+        out.append({"epsilon": epsilon, "gdp": float(np.median(gdp)), "one_run": float(np.median(one_run)),
+                    "above_truth": over / repetitions})  # fmt: skip
+    return out
+
+
+def false_alarms(repetitions: int = 400, trials: int = 600, confidence: float = 0.95) -> dict[str, float]:
+    """How often a sound mechanism (ISO, real code, exactly its claim) is called violated at a stated ``confidence``."""
+    from erlangen.audit.static import Recipe
+
+    alarms = 0
+    for k in range(repetitions):
+        subject = Recipe("iso", {}, seed=k).subject()
+        alarms += (
+            audit_releases(subject, trials, pairs=_one_pair(subject), pilot=60, confidence=confidence).verdict
+            == VIOLATED
+        )
+    return {"stated": 1 - confidence, "measured": alarms / repetitions, "repetitions": repetitions}
+
+
+def _one_pair(subject: Any) -> list[Any]:
+    from erlangen.audit.neighbours import portfolio
+
+    return portfolio(subject.shapes)[:2]
+
+
+def zoo_results(tell: Tell = lambda what, done, total: None) -> list[dict[str, Any]]:
+    """Every specimen: what is wrong with it, whether it was called violated, and by which audits."""
+    from erlangen.audit.zoo import examine, zoo
+
+    out, specimens = [], zoo()
+    for k, specimen in enumerate(specimens):
+        tell("zoo", k, len(specimens))
+        found = examine(specimen)
+        caught = [f.audit for f in found if f.verdict == VIOLATED]
+        out.append({"name": specimen.name, "kind": specimen.kind, "bug": specimen.bug, "caught_by": caught})
+    return out
+
+
+def audit_opacus(sigma: float | None = None, trials: int = 6000) -> list[Finding]:
+    """Opacus's optimizer with finite gradients, and with every gradient that floating point knows."""
+    from erlangen.audit.foreign import opacus_subject
+    from erlangen.audit.neighbours import portfolio
+
+    sigma = accounting.noise_multiplier(4.0, 1e-5, 1.0, 1) if sigma is None else sigma
+    subject = opacus_subject(sigma)
+    exact = accounting.epsilon(accounting.gaussian(sigma), 1e-5)
+    pairs = portfolio(subject.shapes)
+    finite = audit_releases(subject, trials, pairs=pairs[:-1], exact=exact)
+    hostile = audit_releases(subject, max(500, trials // 6), pairs=pairs[-1:], exact=exact)
+    return [
+        replace(finite, subject="Opacus DPOptimizer, finite gradients"),
+        replace(hostile, subject="Opacus DPOptimizer, a gradient that is not a number"),
+    ]
+
+
+@dataclass(frozen=True)
+class Everything:
+    """What `erlangen audit all` produces."""
+
+    rows: list[Row]
+    static: list[Finding]
+    zoo: list[dict[str, Any]]
+    power: list[dict[str, float]]
+    false_alarms: dict[str, float]
+    opacus: list[Finding]
+
+    @property
+    def own(self) -> list[Finding]:
+        """What this library itself claims."""
+        return [row.finding for row in self.rows if row.entry.claimed_by == "erlangen"] + self.static
+
+    @property
+    def trustworthy(self) -> bool:
+        """Every broken specimen caught, every sound one passed."""
+        return all(bool(s["bug"]) == bool(s["caught_by"]) for s in self.zoo)
+
+    @property
+    def failed(self) -> bool:
+        return any(f.verdict == VIOLATED for f in self.own) or not self.trustworthy
+
+    @property
+    def incomplete(self) -> bool:
+        return any(f.verdict == INCONCLUSIVE for f in self.own)
+
+    def to_json(self) -> dict[str, Any]:
+        from erlangen.audit.verdict import jsonable
+
+        rows = [{"paper": r.entry.paper, "claimed_by": r.entry.claimed_by, **r.finding.to_json()} for r in self.rows]
+        return jsonable({
+            "verdict": VIOLATED if self.failed else INCONCLUSIVE if self.incomplete else "consistent",
+            "mechanisms": rows, "static": [f.to_json() for f in self.static], "zoo": self.zoo, "power": self.power,
+            "false_alarms": self.false_alarms, "opacus": [f.to_json() for f in self.opacus], "confidence": CONFIDENCE,
+        })  # fmt: skip
+
+
+def audit_everything(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None) -> Everything:
+    import importlib.util
+
+    rows = audit_table(scale, seed, tell)
+    static = static_audit(lambda name: tell(f"static: {name}", 0, 1))
+    tell("power and false alarms", 0, 1)
+    known = importlib.util.find_spec("opacus") is not None
+    small = scale < 0.5
+    return Everything(
+        rows, static, zoo_results(tell), power(20 if small else 40), false_alarms(100 if small else 400),
+        audit_opacus(trials=1500 if small else 6000) if known else [],
+    )  # fmt: skip
+
+
+def shown(value: float | None) -> str:
+    return "–" if value is None else "∞" if math.isinf(value) else f"{value:.3f}"
