@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.gradients.pieces import CHUNK_FLOATS, Dense, Piece, Weight, accumulate_dtype, gram_is_cheaper, outward
+from erlangen.gradients.pieces import Dense, Piece, Weight, accumulate_dtype, chunk_size, gram_is_cheaper, outward
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding
 from erlangen.gradients.tape import Tape
@@ -105,7 +105,7 @@ class CirculantOuter(Piece):
 
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
-        return not gram_is_cheaper(self.x.shape[1], self.x.shape[2], self.d.shape[2], self.x.device)
+        return not gram_is_cheaper(self.x.shape[1], self.x.shape[2], self.d.shape[2], self.x)
 
     def _rows(self, product: Tensor) -> Tensor:
         """Unitary spectra multiply to √b times a unitary spectrum: hence the plain inverse."""
@@ -137,7 +137,7 @@ class CirculantOuter(Piece):
         return outward((terms.sum((2, 3)) * bins).sum(1), (lengths.square() * bins).sum(1))
 
     def chunks(self) -> list[Piece]:
-        size = max(1, CHUNK_FLOATS // max(1, 2 * self.x.shape[2] * self.d.shape[2] * self.x.shape[3]))
+        size = chunk_size(2 * self.x.shape[2] * self.d.shape[2] * self.x.shape[3], self.d)
         pairs = zip(self.x.split(size), self.d.split(size), strict=True)
         return [CirculantOuter(x, d, self.block) for x, d in pairs]
 

@@ -220,3 +220,36 @@ def test_time_major_sequences():
         module = TimeMajor(layer.double())
         x = torch.randn(3, 5, 4, dtype=torch.float64)
         assert_same(recorded(module, (x,), batch_first=False), one_by_one(module, (x,)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    owners=st.integers(1, 3), views=st.integers(1, 3), channels=st.integers(1, 3), out=st.integers(1, 3),
+    kernel=st.integers(1, 3), stride=st.integers(1, 3), padding=st.integers(0, 2), dilation=st.integers(1, 2),
+    last=st.booleans(),
+)  # fmt: skip
+def test_all_ways_of_forming_a_kernel_gradient_agree(owners, views, channels, out, kernel, stride, padding, dilation, last):
+    """Owner by owner, one grouped convolution, im2col: each is the fastest somewhere."""
+    from erlangen.gradients.pieces import Dense
+    from erlangen.gradients.rules.conv import Conv, Geometry
+
+    torch.manual_seed(0)
+    x = torch.randn(owners * views, channels, 7, 6, dtype=torch.float64)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    geometry = Geometry((kernel,) * 2, (stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
+    weight = torch.randn(out, channels, kernel, kernel, dtype=torch.float64)
+    d = torch.randn_like(nn.functional.conv2d(x, weight, None, stride, padding, dilation))
+    piece = Conv(x, d, views, weight.shape, geometry)
+    want = piece._dense_by_owner()
+    mix = torch.rand(owners, dtype=torch.float64)
+    for got in (piece._dense_by_groups(), piece._dense_by_windows()):
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(Dense(got).weighted_sum(mix), torch.einsum("n,n...->...", mix, want))
+        torch.testing.assert_close(Dense(got).norms_squared(), want.flatten(1).square().sum(1))
+
+
+def test_three_bfloat16_parts_are_a_float32_number():
+    from erlangen.gradients.pieces import _three_parts
+
+    w = torch.randn(1000) * 10 ** torch.empty(1000).uniform_(-6, 6)
+    assert torch.equal(_three_parts(w).double().sum(0).float(), w)

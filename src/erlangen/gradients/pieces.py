@@ -14,6 +14,7 @@ trusts it would let too much through. Such norms are rounded outwards by the rou
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,7 +24,7 @@ Weight = Tensor | Callable[[Tensor], Tensor] | None
 
 # Flops that cost as much as moving one float through memory; only the order of magnitude matters.
 FLOPS_PER_FLOAT = {"cpu": 40.0, "cuda": 300.0}
-CHUNK_FLOATS = 1 << 24
+CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @contextlib.contextmanager
@@ -49,11 +50,17 @@ def accumulate_dtype(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
+def chunk_size(per_owner: int, like: Tensor) -> int:
+    """How many owners to form at once, so that temporaries stay small."""
+    return max(1, CHUNK_FLOATS.get(like.device.type, 1 << 26) // max(1, per_owner))
+
+
 def squared_norms(g: Tensor) -> Tensor:
     """‖g_i‖² for each row of [n, …], accumulated in at least float32."""
     if g.numel() == 0:
         return g.new_zeros(g.shape[0], dtype=accumulate_dtype(g))
-    return torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=accumulate_dtype(g)).square()
+    inner = tuple(range(1, g.ndim)) or None
+    return torch.linalg.vector_norm(g if inner else g[:, None], dim=inner or (1,), dtype=accumulate_dtype(g)).square()
 
 
 def apply_weight(weight: Weight, g: Tensor) -> Tensor:
@@ -110,8 +117,10 @@ class Dense(Piece):
         return self.g
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        g = self.g.flatten(1)
-        return (w.to(g.dtype) @ g if g.dtype == accumulate_dtype(g) else w @ g.to(w.dtype)).view(self.g.shape[1:])
+        order = sorted(range(1, self.g.ndim), key=lambda axis: -self.g.stride(axis))  # in memory's own order: no copy
+        g = self.g.permute(0, *order)
+        total = row_sum(w, g.flatten(1)).view(g.shape[1:])
+        return total.permute([order.index(axis) for axis in range(1, self.g.ndim)])
 
 
 class Outer(Piece):
@@ -127,7 +136,7 @@ class Outer(Piece):
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
         tokens, (inputs, outputs) = self.a.shape[1], (self.a.shape[2], self.d.shape[2])
-        return not gram_is_cheaper(tokens, inputs, outputs, self.a.device)
+        return not gram_is_cheaper(tokens, inputs, outputs, self.d)
 
     def dense(self) -> Tensor:
         return torch.einsum("nto,nti->noi", self.d, self.a)
@@ -152,7 +161,7 @@ class Outer(Piece):
         return Outer(self.a.to(accumulate_dtype(self.a)), self.d.to(accumulate_dtype(self.d)))
 
     def chunks(self) -> list[Piece]:
-        size = max(1, CHUNK_FLOATS // max(1, self.a.shape[2] * self.d.shape[2]))
+        size = chunk_size(self.a.shape[2] * self.d.shape[2], self.d)
         return [Outer(a, d) for a, d in zip(self.a.split(size), self.d.split(size), strict=True)]
 
     def zero(self, bad: Tensor) -> Piece:
@@ -195,7 +204,7 @@ class Lookup(Piece):
         return Lookup(self.index, self.d.to(accumulate_dtype(self.d)), self.entries)
 
     def chunks(self) -> list[Piece]:
-        size = max(1, CHUNK_FLOATS // max(1, self.entries * self.d.shape[2]))
+        size = chunk_size(self.entries * self.d.shape[2], self.d)
         parts = zip(self.index.split(size), self.d.split(size), strict=True)
         return [Lookup(index, d, self.entries) for index, d in parts]
 
@@ -203,11 +212,41 @@ class Lookup(Piece):
         return Lookup(self.index, torch.where(bad.view(-1, 1, 1), 0.0, self.d), self.entries)
 
 
-def gram_is_cheaper(tokens: int, inputs: int, outputs: int, device: torch.device) -> bool:
+def row_sum(w: Tensor, g: Tensor) -> Tensor:
+    """Σ_i w_i g_i of a matrix [n, d], products and sums in float32 at least."""
+    if g.dtype == accumulate_dtype(g):
+        return w.to(g.dtype) @ g
+    if g.is_cuda and g.dtype == torch.bfloat16 and _has_wide_product() and len(g):
+        return torch.mm(_three_parts(w), g, out_dtype=torch.float32).sum(0)
+    return w @ g.to(w.dtype)
+
+
+def _three_parts(w: Tensor) -> Tensor:
+    """A float32 vector as the exact sum of three bfloat16 ones, [3, n]."""
+    parts, rest = [], w.float()
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)
+
+
+@functools.cache
+def _has_wide_product() -> bool:
+    """Whether this PyTorch multiplies bfloat16 matrices into a float32 result."""
+    try:
+        one = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
+        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def gram_is_cheaper(tokens: int, inputs: int, outputs: int, like: Tensor) -> bool:
     """Norms by T×T Gram matrices and one more weighted product, against forming n gradients and reading them twice."""
     if tokens == 1:
         return True
-    move = FLOPS_PER_FLOAT.get(device.type, 100.0)
+    if like.is_cuda and like.dtype != accumulate_dtype(like):  # Gram matrices need float32, far from the fast units
+        return tokens <= 16
+    move = FLOPS_PER_FLOAT.get(like.device.type, 100.0)
     form = tokens * inputs * outputs + 3 * move * inputs * outputs
     gram = tokens**2 * (inputs + outputs) + tokens * inputs * outputs + 2 * move * tokens * (tokens + inputs)
     return gram < form

@@ -32,6 +32,7 @@ _MODELS: dict[str, str | Callable[..., Any]] = {
     "lipschitz-lenet": "erlangen.models.lipschitz:lipschitz_lenet",
     "lipschitz-vgg": "erlangen.models.lipschitz:lipschitz_vgg",
     "lipschitz-resnet": "erlangen.models.lipschitz:lipschitz_resnet",
+    "lipschitz-mixer": "erlangen.models.lipschitz:lipschitz_mixer",
 }
 
 

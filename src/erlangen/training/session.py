@@ -9,7 +9,7 @@ session.epsilon()
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Session:
         self.sampler = PoissonSampler(self.units.count, config.batch, config.seed, run_id, config.secure)
         self.accountant = Accountant()
         self.training = self._private()
+        declared = getattr(self.training.mechanism, "loss", None)  # Clipless: the loss whose constant is certified
+        self.criterion: Callable[[Tensor, Tensor], Tensor] = declared if isinstance(declared, nn.Module) else F.cross_entropy
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id)
         self.step_count = 0
@@ -116,7 +118,7 @@ class Session:
             here, moves = moves[: len(rows) * config.views], moves[len(rows) * config.views :]
             index = rows.to(self.device)
             x = views(self.x[index], config.views, config.augment, here)
-            loss = F.cross_entropy(self.model(x), self.y[index].repeat_interleave(config.views))
+            loss = self.criterion(self.model(x), self.y[index].repeat_interleave(config.views))
             loss.backward()
             self.optimizer.step()
             if config.non_private:

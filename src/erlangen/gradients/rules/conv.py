@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from erlangen.gradients.pieces import (
-    CHUNK_FLOATS,
     Dense,
     Piece,
     Weight,
     accumulate_dtype,
+    chunk_size,
     gram_is_cheaper,
     gram_norms,
 )
@@ -68,7 +68,7 @@ class Conv(Piece):
             return True
         tokens = self.views * math.prod(self.d.shape[2:])
         groups = self.geometry.groups
-        return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.x.device)
+        return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.d)
 
     def dense(self) -> Tensor:
         """Measured: on a GPU im2col and one batched product; on a CPU the native kernel owner by owner, unless owners
@@ -88,8 +88,11 @@ class Conv(Piece):
         return out
 
     def _dense_by_windows(self) -> Tensor:
-        parts = [d.mT @ a for a, d in map(Conv.windows, self.chunks())]
-        return torch.cat(parts).view(self.count, *self.shape)
+        if self.geometry.groups > 1:
+            return torch.cat([d.mT @ a for a, d in map(Conv.windows, self.chunks())]).view(self.count, *self.shape)
+        parts = [d.mT @ a for a, d in map(Conv.windows_last, self.chunks())]
+        g = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return g.view(self.count, self.shape[0], *self.geometry.kernel, self.shape[1]).movedim(-1, 2)
 
     def _dense_by_groups(self) -> Tensor:
         """∂W[o, c] is the correlation of input channel c with cotangent o: rows become groups, stride and dilation swap."""
@@ -145,12 +148,26 @@ class Conv(Piece):
         d = self.d.reshape(self.count, self.views, g.groups, self.shape[0] // g.groups, math.prod(size))
         return a, d.permute(0, 2, 1, 4, 3).reshape(self.count * g.groups, tokens, self.shape[0] // g.groups)
 
+    def windows_last(self) -> tuple[Tensor, Tensor]:
+        """im2col with channels innermost, as a channels-last network stores them: ([n, V·T, k·C], [n, V·T, O])."""
+        g, size = self.geometry, self.d.shape[2:]
+        x = self.x.movedim(1, -1).contiguous()
+        if any(g.padding):
+            x = F.pad(x, [0, 0, *[p for side in reversed(g.padding) for p in (side, side)]])
+        rows, *strides, step = x.stride()
+        inner = [s * k for s, k in zip(strides, g.dilation, strict=True)]
+        outer = [s * k for s, k in zip(strides, g.stride, strict=True)]
+        view = x.as_strided((x.shape[0], *size, *g.kernel, x.shape[-1]), (rows, *outer, *inner, step))
+        tokens = self.views * math.prod(size)
+        a = view.reshape(self.count, tokens, math.prod(g.kernel) * x.shape[-1])
+        return a, self.d.movedim(1, -1).reshape(self.count, tokens, self.shape[0])
+
     def chunks(self) -> list[Piece]:
         per_owner = max(
             self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups,
             math.prod(self.shape),
         )
-        size = max(1, CHUNK_FLOATS // per_owner) * self.views
+        size = chunk_size(per_owner, self.d) * self.views
         parts = zip(self.x.split(size), self.d.split(size), strict=True)
         return [Conv(x, d, self.views, self.shape, self.geometry) for x, d in parts]
 

@@ -26,11 +26,12 @@ class AdaptiveQuantile(ClippingRule):
             raise ValueError(f"quantile is {quantile}; it must lie strictly between 0 and 1")
         if not rate > 0:
             raise ValueError(f"rate is {rate}; the adaptation rate η must be positive")
-        self.quantile, self.rate, self.count_std = quantile, rate, count_std
+        self.quantile, self.rate, self.count_std, self._given_std = quantile, rate, count_std, count_std
 
     def prepare(self, noise_multiplier: float, expected_batch: float) -> None:
-        if self.count_std is None:
+        if self._given_std is None:  # settled anew whenever σ is: calibration starts from another one
             self.count_std = max(expected_batch / 20.0, 5.0 * noise_multiplier)
+        assert self.count_std is not None
         if not 2 * self.count_std > noise_multiplier:
             raise ValueError(
                 f"count_std is {self.count_std} but the noise multiplier is {noise_multiplier}: the count alone would "
