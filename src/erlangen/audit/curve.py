@@ -14,7 +14,7 @@ import numpy as np
 
 from erlangen import accounting
 
-POINTS = 80
+POINTS = 48
 
 
 @dataclass(frozen=True)

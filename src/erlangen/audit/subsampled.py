@@ -27,13 +27,11 @@ def refuted(counts: Counts, sigma: float, rate: float, steps: int, alpha: float)
 
 
 def noise_upper(counts: Counts, rate: float, steps: int, alpha: float, near: float) -> float:
-    """σ_U, to 2 %: every larger multiplier is refuted. ∞ where none up to 16·``near`` is; never below ``near``/8."""
-    low, high = near / 8, near * 16
+    """σ_U, to 3 %: every larger multiplier is refuted. ∞ where none up to 8·``near`` is; never below ``near``/4."""
+    low, high = near / 4, near * 8
     if not refuted(counts, high, rate, steps, alpha):
         return math.inf
-    if refuted(counts, low, rate, steps, alpha):
-        return low
-    while high / low > 1.02:
+    while high / low > 1.03:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if refuted(counts, middle, rate, steps, alpha) else (middle, high)
     return high
