@@ -195,10 +195,16 @@ class Bench:
             rows += self.run(part, self.split())
             self.costs.clear()  # the split has another size
             self.save()
-        mean = lambda m, lr, c: statistics.fmean(  # noqa: E731
-            r["test_accuracy"] for r in rows if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, c)
-        )
-        best = {m: max(itertools.product(o.lr, o.clip), key=lambda p, m=m: mean(m, *p)) for m in self.mechanisms}
+
+        def mean(m: str, lr: float, c: float) -> float:
+            return statistics.fmean(
+                r["test_accuracy"] for r in rows if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, c)
+            )
+
+        best = {}
+        for m in self.mechanisms:
+            trials = [(mean(m, lr, c), lr, c) for lr in o.lr for c in o.clip]
+            best[m] = max(trials, key=lambda trial: trial[0])[1:]
         for m, (lr, clip) in best.items():
             print(f"{m}: lr {lr}, clip {clip}, held-out accuracy {100 * mean(m, lr, clip):.2f}")
         return best

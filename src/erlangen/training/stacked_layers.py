@@ -150,6 +150,10 @@ def _square(module: Any) -> tuple[tuple[int, int], int, int, int]:
     return module.kernel_size, module.stride[0], module.padding[0], module.dilation[0]
 
 
+#: rows of a matrix product start at multiples of this many elements, or tensor cores cannot load them
+ALIGN = 8
+
+
 class StackedConv(StackedLayer):
     """Windows once, then three products: output, kernel gradients of each row, input gradient."""
 
@@ -163,6 +167,9 @@ class StackedConv(StackedLayer):
         k, models = self.kernel, self.stack.models
         matrix, bias = k.matrix(self, x.dtype), k.bias(self)
         columns, (height, width) = windows(x, k.size, k.stride, k.padding, k.dilation)
+        spare = -columns.shape[-1] % ALIGN
+        if spare:
+            columns, matrix = F.pad(columns, (0, spare)), F.pad(matrix, (0, 0, 0, spare))
         columns = columns.view(models, -1, columns.shape[-1])
         out = columns @ matrix if bias is None else torch.baddbmm(bias[:, None].to(x.dtype), columns, matrix)
         return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), (x.shape, columns, matrix)
@@ -172,13 +179,13 @@ class StackedConv(StackedLayer):
         rows, taps = shape[0], self.kernel.size[0] * self.kernel.size[1]
         d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]; no copy if channels-last
         self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
-        gradient = torch.bmm(d.mT, columns.view(rows, d.shape[1], -1))
-        self.kernel.pull(self, gradient.view(rows, -1, taps, shape[1]))
+        gradient = torch.bmm(d.mT, columns.view(rows, d.shape[1], -1))[..., : taps * shape[1]]
+        self.kernel.pull(self, gradient.reshape(rows, -1, taps, shape[1]))
         return self._input_gradient(shape, matrix, cotangent) if wants_input else None
 
     def _input_gradient(self, shape: torch.Size, matrix: Tensor, cotangent: Tensor) -> Tensor:
         k, (e, _, outputs) = self.kernel, matrix.shape
-        taps = matrix.view(e, *k.size, shape[1], outputs)
+        taps = matrix[:, : k.size[0] * k.size[1] * shape[1]].view(e, *k.size, shape[1], outputs)
         same = k.stride == 1 and k.dilation == 1 and k.size[0] == k.size[1] == 2 * k.padding + 1
         if same:  # the correlation of the cotangent with the kernel turned by 180°
             columns, _ = windows(cotangent, k.size, 1, k.padding, 1)
@@ -238,8 +245,8 @@ class StackedNorm(StackedLayer):
         maps, rows = self._split(x), x.shape[0]  # [N, T, G, C/G]
         precise = torch.promote_types(x.dtype, torch.float32)
         count = maps.shape[1] * maps.shape[3]
-        mean = maps.sum((1, 3), dtype=precise) / count
-        square = torch.linalg.vector_norm(maps, dim=(1, 3), dtype=precise).square() / count
+        mean = maps.sum(1, dtype=precise).sum(-1) / count
+        square = torch.linalg.vector_norm(maps, dim=1, dtype=precise).square().sum(-1) / count
         inverse = torch.rsqrt((square - mean.square()).clamp(min=0) + self.eps)
         weight, bias = self._per_channel("weight", rows, 1.0, mean), self._per_channel("bias", rows, 0.0, mean)
         scale = weight * inverse[..., None]
