@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from erlangen import accounting
 from erlangen.audit.intervals import Counts
 from erlangen.audit.one_run import Guesses, best_guesses, guess
 from erlangen.audit.subsampled import epsilon_lower, noise_upper, refuted
@@ -65,8 +66,6 @@ def test_epsilon_lower_is_where_the_p_value_crosses():
 
 
 def test_bounds_at_known_epsilon_reach_the_expected_medians():
-    from erlangen import accounting
-
     rng = np.random.default_rng(0)
     for epsilon, least in ((4.0, 1.2), (8.0, 2.4)):
         mu, found = 1 / accounting.noise_multiplier(epsilon, 1e-5, 1.0, 1), []
@@ -83,8 +82,8 @@ def test_guesses_do_not_look_at_the_coins():
     assert abs(np.mean(rates) - 0.5) < 0.015
 
 
-def test_subsampled_curve_is_inverted():
-    """Scores of a canary over T sampled steps: the truth is not refuted, half the true ε's noise is."""
+def _sampled_scores():
+    """Error counts of the best score of a canary over T sampled steps."""
     rng, sigma, q, steps, n = np.random.default_rng(2), 0.8, 0.2, 4, 2000
     inside = rng.random((n, steps)) < q
     noise = lambda: rng.normal(0, sigma, (n, steps))  # noqa: E731
@@ -92,10 +91,18 @@ def test_subsampled_curve_is_inverted():
     w, o = ratio(inside + noise()), ratio(noise())
     t = (np.median(w) + np.median(o)) / 2
     counts = Counts(int((o > t).sum()), n, int((w <= t).sum()), n)
-    assert not refuted(counts, sigma, q, steps, 0.001)
-    upper = noise_upper(counts, q, steps, 0.05, near=sigma)
-    assert sigma < upper < 2.2 * sigma
-    from erlangen import accounting
+    return counts, sigma, q, steps
 
+
+def test_the_true_noise_is_not_refuted_and_much_more_is():
+    counts, sigma, q, steps = _sampled_scores()
+    assert not refuted(counts, sigma, q, steps, 0.001)
+    assert refuted(counts, 2.5 * sigma, q, steps, 0.001)
+
+
+@pytest.mark.slow
+def test_subsampled_curve_is_inverted():
+    counts, sigma, q, steps = _sampled_scores()
+    assert sigma < noise_upper(counts, q, steps, 0.05, near=sigma) < 2.2 * sigma
     truth = accounting.epsilon([(accounting.poisson(q, accounting.gaussian(sigma)), steps)], 1e-5)
     assert 0.25 * truth < epsilon_lower(counts, q, steps, 1e-5, 0.05, near=sigma) < truth

@@ -68,6 +68,8 @@ def _side(rule: ClippingRule, norms: torch.Tensor) -> str | None:
         return f"a side query of sensitivity {query.sensitivity:g} has the value {float(query.values.abs().max()):g}"
     for sigma in (0.5, 1.0, 3.0):
         rule.prepare(sigma, 16.0)
+        query = rule.side_query(norms)
+        assert query is not None
         gradient = rule.gradient_multiplier(sigma) ** -2
         side = (query.sensitivity / query.std) ** 2 if query.std > 0 else math.inf
         if gradient + side > sigma**-2 * (1 + TOLERANCE):

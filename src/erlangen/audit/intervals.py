@@ -91,7 +91,10 @@ def gdp_refuted(counts: Counts, mu: float, alpha: float) -> bool:
     spent = alpha / 20
     least = float(-ndtri(max(upper_limit(counts.fp, counts.without, spent / 2), 1e-300)))
     most = float(-ndtri(max(lower_limit(counts.fp, counts.without, spent / 2), 1e-12)))
-    tail = [_exceeds(t, a, mu, counts.without, counts.with_record) for a in np.linspace(max(least, -8.0), min(most, 8.0), 25)]
+    tail = [
+        _exceeds(t, a, mu, counts.without, counts.with_record)
+        for a in np.linspace(max(least, -8.0), min(most, 8.0), 25)
+    ]
     return max(tail) <= alpha - spent
 
 
