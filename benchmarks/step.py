@@ -47,16 +47,20 @@ def stepper(method: str, model_name: str, batch: int, strategy: str):
     import torch
     from torch import nn
 
+    from erlangen import RowMap
+
     module = build(model_name, method)
     x, y = torch.randn(batch, *SHAPES[model_name]), torch.randint(0, 10, (batch,))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     criterion = nn.CrossEntropyLoss()
     if method == "erlangen":
-        optimizer = _erlangen(module, optimizer, batch, strategy)
+        training = _erlangen(module, optimizer, batch, strategy)
     elif method.startswith("opacus"):
         module, optimizer, criterion = _opacus(module, optimizer, criterion, batch, method.removeprefix("opacus-"))
 
     def step() -> None:
+        if method == "erlangen":
+            training.announce(RowMap.regular(batch))  # what the loader does before it hands a batch out
         optimizer.zero_grad(set_to_none=True)
         criterion(module(x), y).backward()
         optimizer.step()
@@ -71,7 +75,8 @@ def _erlangen(module, optimizer, batch, strategy):
     import erlangen
 
     loader = DataLoader(TensorDataset(torch.zeros(10 * batch, 1)), batch_size=batch)
-    erlangen.PrivacyEngine(seed=0).make_private(
+    engine = erlangen.PrivacyEngine(seed=0)
+    engine.make_private(
         module=module,
         optimizer=optimizer,
         data_loader=loader,
@@ -80,7 +85,7 @@ def _erlangen(module, optimizer, batch, strategy):
         strategy=strategy,
         check=False,
     )
-    return optimizer
+    return engine.training
 
 
 def _opacus(module, optimizer, criterion, batch, mode):

@@ -378,6 +378,22 @@ def test_validate_and_fix():
     assert erlangen.PrivacyEngine.is_compatible(erlangen.PrivacyEngine.fix(bad))
 
 
+def test_a_batch_that_was_not_drawn_is_refused():
+    """Accounting says Poisson: the user's old loader, or one batch used over and over, is an error."""
+    _, model, optimizer, loader = private()
+    for x, y in DataLoader(data(), batch_size=B):
+        nn.functional.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="not drawn by the data loader"):
+            optimizer.step()
+        break
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="used twice"):
+        optimizer.step()
+
+
 def test_eval_and_no_grad_forward_are_plain():
     _, model, optimizer, loader = private()
     model.eval()

@@ -42,7 +42,7 @@ class PrivateTraining:
         self.before_release: list[Callable[[DpEvent], None]] = []
         #: called after each update of the weights; a projection is post-processing
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
-        self._last, self._pending, self._event = True, False, None
+        self._last, self._pending, self._drawn, self._event = True, False, False, None
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -52,12 +52,19 @@ class PrivateTraining:
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
             self._pending = False
         self.tape.clear()
-        self.tape.rows, self._last = rows, last
+        self.tape.rows, self._last, self._drawn = rows, last, True
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
     def take(self) -> bool:
         """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
-        self.mechanism.accumulate(self.tape.gradients())
+        gradients = self.tape.gradients()
+        if not self._drawn and isinstance(self.sampler, PoissonSampler):
+            raise RuntimeError(
+                "this batch was not drawn by the data loader that make_private returned (or was used twice), but the "
+                "accounting is that of Poisson sampling: iterate over the returned loader, or pass poisson_sampling=False."
+            )
+        self._drawn = False
+        self.mechanism.accumulate(gradients)
         self._pending = True
         if not self._last:
             self._clear_gradients()
