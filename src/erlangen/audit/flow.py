@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from erlangen.audit.neighbours import Gradients, Pair, directions, flatten, unflatten
+from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import Claim, Finding, failed, passed, unable
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.noise import NoiseSource
@@ -149,6 +150,7 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, seed: int = 0) -
         yield pair(f"one entry {bad}, bfloat16", one, nobody, torch.bfloat16)
 
 
+@single_threaded
 def audit_flow(
     name: str, build: Callable[[], Mechanism], shapes: Mapping[str, torch.Size], bound: float, delta: float = 1e-5
 ) -> Finding:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.audit.flow import TOLERANCE
+from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import Finding, failed, passed
 from erlangen.gradients import Tape, attach, detach
 from erlangen.gradients.tape import STRATEGIES, PerSampleGradients
@@ -52,6 +53,7 @@ def one_by_one(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
 
 
+@single_threaded
 def audit_layer(name: str, example: Example, rows: int = 3) -> Finding:
     """Agreement of gradients, norms and sums for every strategy; then contributions under hostile inputs, also in bfloat16."""
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ from torch import Tensor
 from erlangen.audit.distinguish import PILOT, balanced, best_tail
 from erlangen.audit.intervals import Counts
 from erlangen.audit.neighbours import Gradients, Pair, flatten, portfolio
+from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import CONFIDENCE, Claim, Evidence, Finding, conclude
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.base import Mechanism
@@ -225,6 +226,7 @@ def choose(releaser: Releaser, pairs: list[Pair], pilot: int, tick: Callable[[in
     return best[1]
 
 
+@single_threaded
 def audit_releases(
     subject: Subject, trials: int, *, claim: Claim | None = None, delta: float = 1e-5, exact: float | None = None,
     pairs: list[Pair] | None = None, pilot: int = 600, seed: int = 0, confidence: float = CONFIDENCE,

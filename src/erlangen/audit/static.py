@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Releaser, Subject
 from erlangen.audit.randomness import audit_noise, audit_sampler
+from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import CONFIDENCE, Finding, corrected, failed, passed, unable
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, mechanisms
 from erlangen.mechanisms.clipping import clipping_rules
+from erlangen.sampling import Sampler
 
 #: options under which a registered mechanism is audited; a builder may bring its own as an attribute ``audited``
 VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
@@ -101,6 +104,7 @@ def first_that_builds(name: str, options: Mapping[str, Any], **settings: Any) ->
     return Recipe(name, options).name, reasons[-1]
 
 
+@single_threaded
 def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
     """The released noise against the covariance that the mechanism states: its least eigenvalue, relative to the statement.
 
@@ -142,12 +146,7 @@ def states_its_covariance(mechanism: Mechanism) -> bool:
     return isinstance(mechanism, (GaussianMechanism, Clipless)) and not isinstance(mechanism, PublishedGeoDP)
 
 
-def audit_mechanism(recipe: Recipe) -> Iterator[Finding]:
-    yield audit_flow(recipe.name, recipe.build, recipe.build().shapes, recipe.bound)
-    if states_its_covariance(recipe.build()):
-        yield audit_covariance(recipe.subject())
-
-
+@single_threaded
 def audit_bounds(name: str, build: Callable[[], Any], shape: tuple[int, ...], steps: int = 15) -> Finding:
     """A Lipschitz layer's three bounds under gradient ascent, at its initial weights and at wild ones after projection."""
     from erlangen.lipschitz import check_layer
@@ -168,51 +167,62 @@ def audit_bounds(name: str, build: Callable[[], Any], shape: tuple[int, ...], st
     return passed(name, "bounds", facts={"found_over_certified": worst})
 
 
-def guarded(name: str, audit: str, run: Callable[[], Finding]) -> Finding:
+def guarded(name: str, audit: str, run: Callable[..., Finding], *args: Any) -> Finding:
     """An audit that cannot run is inconclusive, never a pass and never a crash of the others."""
     try:
-        return run()
+        return run(name, *args)
     except Exception as error:
         return unable(name, audit, f"{type(error).__name__}: {error}")
 
 
+@single_threaded
 def static_audit(progress: Callable[[str], None] = lambda name: None) -> list[Finding]:
     """Every registered thing; verdicts corrected for their number (Holm)."""
-    findings: list[Finding] = []
+    parts = (_mechanisms, _clipping, _randomness, _layers)
+    return corrected([finding for part in parts for finding in part(progress)])
+
+
+def _mechanisms(progress: Callable[[str], None]) -> Iterator[Finding]:
     for recipe in recipes():
         if isinstance(recipe, tuple):
-            findings.append(unable(recipe[0], "flow", f"could not be built: {recipe[1]}"))
+            yield unable(recipe[0], "flow", f"could not be built: {recipe[1]}")
             continue
         progress(recipe.name)
-        findings.append(
-            guarded(recipe.name, "flow", lambda r=recipe: audit_flow(r.name, r.build, r.build().shapes, r.bound))
-        )  # type: ignore[misc]
+        yield guarded(recipe.name, "flow", _flow, recipe)
         if states_its_covariance(recipe.build()):
-            findings.append(guarded(recipe.name, "covariance", lambda r=recipe: audit_covariance(r.subject())))  # type: ignore[misc]
+            yield guarded(recipe.name, "covariance", _covariance, recipe)
+
+
+def _flow(name: str, recipe: Recipe) -> Finding:
+    return audit_flow(name, recipe.build, recipe.build().shapes, recipe.bound)
+
+
+def _covariance(name: str, recipe: Recipe) -> Finding:
+    return audit_covariance(recipe.subject())
+
+
+def _clipping(progress: Callable[[str], None]) -> Iterator[Finding]:
     for name, rule in clipping_rules().items():
         progress(name)
-        findings.append(guarded(name, "clipping", lambda n=name, r=rule: audit_clipping(n, r)))  # type: ignore[misc]
+        yield guarded(name, "clipping", audit_clipping, rule)
         clipped = Recipe("iso", {}, clipping=name)
-        findings.append(
-            guarded(clipped.name, "flow", lambda r=clipped: audit_flow(r.name, r.build, r.build().shapes, r.bound))
-        )  # type: ignore[misc]
-    findings += list(_randomness(progress))
-    findings += list(_layers(progress))
-    return corrected(findings)
+        yield guarded(clipped.name, "flow", _flow, clipped)
 
 
 def _randomness(progress: Callable[[str], None]) -> Iterator[Finding]:
     from erlangen.sampling import samplers
 
     progress("noise")
-    yield guarded("stream noise", "noise", lambda: audit_noise("stream noise", lambda s, r, k: StreamNoise(s, r, k)))
-    yield guarded("secure noise", "noise", lambda: audit_noise("secure noise", lambda s, r, k: SecureNoise()))
+    yield guarded("stream noise", "noise", audit_noise, StreamNoise)
+    yield guarded("secure noise", "noise", audit_noise, lambda seed, run, rank: SecureNoise())
     for name, kind in samplers().items():
         progress(name)
-        for secure in (False, True):
-            label = f"{name} sampler" + (", secure" if secure else "")
-            make = lambda n, b, s, r, c=kind, k=secure: c(n, b, None if k else s, r, k)  # noqa: E731
-            yield guarded(label, "sampler", lambda m=make, l=label: audit_sampler(l, m))  # type: ignore[misc]
+        for label, secure in ((f"{name} sampler", False), (f"{name} sampler, secure", True)):
+            yield guarded(label, "sampler", audit_sampler, partial(_sampler, kind, secure))
+
+
+def _sampler(kind: type[Sampler], secure: bool, units: int, batch: float, seed: int | None, run: str) -> Sampler:
+    return kind(units, batch, None if secure else seed, run, secure)
 
 
 def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
@@ -221,10 +231,10 @@ def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
         if example is None:
             yield unable(kind.__name__, "layer rule", "registered, but erlangen.audit.examples has no example of it")
         else:
-            yield guarded(kind.__name__, "layer rule", lambda k=kind, e=example: audit_layer(k.__name__, e))  # type: ignore[misc]
+            yield guarded(kind.__name__, "layer rule", audit_layer, example)
     for kind, entry in bounded_examples().items():
         progress(kind.__name__)
         if entry is None:
             yield unable(kind.__name__, "bounds", "a Lipschitz layer without an example in erlangen.audit.examples")
         else:
-            yield guarded(kind.__name__, "bounds", lambda k=kind, e=entry: audit_bounds(k.__name__, *e))  # type: ignore[misc]
+            yield guarded(kind.__name__, "bounds", audit_bounds, *entry)
