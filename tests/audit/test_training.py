@@ -122,6 +122,11 @@ def test_run_command_stores_its_findings_with_the_run(tmp_path):
     assert result.exit_code in (0, 3), result.output
     assert {f["audit"] for f in found["findings"]} == {"release canaries", "membership"}
     assert json.loads((folder / "audit.json").read_text())["verdict"] == found["verdict"]
+    from erlangen.accounting import certificate, verify
+
+    assert found["verdict"] in certificate.load(folder / "certificate.json")["audit"]
+    assert "release canaries ε ≥" in (folder / "certificate.md").read_text()
+    assert verify(folder / "certificate.json") == []
     shown = runs.stored(folder)
     assert shown is not None
     assert shown["verdict"] == found["verdict"]

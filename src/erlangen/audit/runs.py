@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import erlangen
+from erlangen.accounting import certificate
 from erlangen.audit import canaries, membership
 from erlangen.audit.foreign import imported
 from erlangen.audit.verdict import CONFIDENCE, CONSISTENT, INCONCLUSIVE, VIOLATED, Finding, corrected, unable
@@ -77,7 +78,33 @@ def store(folder: Path, findings: Sequence[Finding]) -> dict[str, Any]:
     part = folder / (FILE + ".part")
     part.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     part.replace(folder / FILE)
+    show_in_certificate(folder, result)
     return summary(result)
+
+
+def show_in_certificate(folder: Path, result: dict[str, Any]) -> bool:
+    """Put the audit into the run's certificate. A signed one is left alone: it says what was signed."""
+    path = folder / "certificate.json"
+    if not path.is_file():
+        return False
+    document = certificate.load(path)
+    if document.get("signature") is not None:
+        return False
+    certificate.save({**document, "audit": in_words(result)}, folder)
+    return True
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """One line for people: the verdict, and per audit the bound beside its claim."""
+    parts = []
+    for f in result["findings"]:
+        bound = max([b for b in (f["lower_bound"], f["gdp_lower_bound"]) if isinstance(b, (int, float))], default=None)
+        if bound is not None and isinstance(f["claim"], (int, float)):
+            parts.append(f"{f['audit']} ε ≥ {bound:.3g} of {f['claim']:.3g} claimed")
+        else:
+            parts.append(f"{f['audit']} {f['verdict']}")
+    confidence = max((f["confidence"] for f in result["findings"]), default=CONFIDENCE)
+    return f"{result['verdict']} at {100 * confidence:g} % (a replay with canaries): " + "; ".join(parts)
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
