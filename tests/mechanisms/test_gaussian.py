@@ -140,6 +140,9 @@ def test_diagonal_geometry_clips_in_its_own_norm():
     white = torch.cat([(g["w"] / m["w"]).flatten(1), g["b"]], 1)
     w = (1 / white.norm(dim=1)).clamp(max=1)
     torch.testing.assert_close(out["w"], torch.einsum("n,n...->...", w, g["w"]), rtol=1e-4, atol=1e-5)
+    described = GaussianMechanism(2.0, 1.0, Diagonal(m))
+    described.bind({k: torch.zeros(s) for k, s in SHAPES.items()})
+    assert described.describe()["covariance"] == "4·diag(m²), m from 0.5 to 4"
     with pytest.raises(ValueError, match="'w' has shape"):
         GaussianMechanism(1.0, 1.0, Diagonal({"w": torch.ones(2), "b": torch.ones(4)})).release(g)
     with pytest.raises(ValueError, match="not positive"):

@@ -77,5 +77,5 @@ class Diagonal(Geometry):
         return self.m[name].to(like).square()
 
     def covariance_words(self, std: float) -> str:
-        low, high = (f(float(f(t)) for t in self.m.values()) for f in (min, max))
+        low, high = min(float(t.min()) for t in self.m.values()), max(float(t.max()) for t in self.m.values())
         return f"{std**2:.4g}·diag(m²), m from {low:.4g} to {high:.4g}"
