@@ -24,6 +24,7 @@ from datetime import date
 METHODS = ("plain", "erlangen", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
 SHAPES = {
     "lenet": (1, 28, 28),
+    "opacus-cnn": (1, 28, 28),
     "resnet9": (3, 32, 32),
     "cnn": (3, 32, 32),
     "wrn-16-4": (3, 32, 32),
@@ -38,8 +39,8 @@ def build(model: str, method: str):
     from erlangen.models import make_model
 
     torch.manual_seed(0)
-    options = {"standardise": False} if model.startswith("wrn") else {}
-    return make_model(model, SHAPES[model], 10, **options)
+    options: dict = {"wrn-16-4": {"standardise": False}, "resnet9": {"activation": "relu"}}
+    return make_model(model, SHAPES[model], 10, **options.get(model, {}))
 
 
 def stepper(method: str, model_name: str, batch: int, strategy: str):
@@ -114,6 +115,7 @@ def worker(method: str, args: argparse.Namespace) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         steps = int(line)
+        step()  # wakes the threads after the others' turn
         start = time.perf_counter()
         for _ in range(steps):
             step()

@@ -118,8 +118,8 @@ class PrivateTraining:
             delta,
             rate,
             steps,
-            method=method,
-            make_event=lambda s: self.mechanism.event(s),  # type: ignore[arg-type]
+            method=method,  # type: ignore[arg-type]
+            make_event=self.mechanism.event,
         )
         self.set_noise_multiplier(sigma)
 

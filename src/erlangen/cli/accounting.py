@@ -3,7 +3,7 @@
 `--json` prints exactly one JSON object on stdout. Exit code 2 for misuse, 1 for failure; errors go to stderr.
 """
 
-# ruff: noqa: B008 (typer reads options from the defaults)
+
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class _Run:
         copies = {k: p.detach().expand(self.rows, *p.shape) for k, p in self.parameters.items()}
         if type(self.module) not in _ROW_BY_ROW and self.rows:
             try:
-                outputs, self._pull = vjp(vmap(self.one_row, randomness="different"), copies, *inputs)
+                outputs, self._pull = vjp(vmap(self.one_row, randomness="different"), copies, *inputs)  # type: ignore[misc]
                 return outputs
             except (RuntimeError, ValueError) as error:
                 _ROW_BY_ROW.add(type(self.module))

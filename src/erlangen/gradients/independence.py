@@ -37,7 +37,7 @@ def known_problems(module: nn.Module) -> list[str]:
             problems.append(
                 f"{where} uses max_norm or scale_grad_by_freq, which depend on the whole batch; turn them off"
             )
-        elif isinstance(m, nn.modules.lazy.LazyModuleMixin) and m.has_uninitialized_params():
+        elif isinstance(m, nn.modules.lazy.LazyModuleMixin) and m.has_uninitialized_params():  # type: ignore[misc]
             problems.append(f"{where} has no parameters yet; run one forward pass before making it private")
     return problems
 

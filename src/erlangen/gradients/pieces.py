@@ -117,7 +117,8 @@ class Dense(Piece):
         return self.g
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        order = sorted(range(1, self.g.ndim), key=lambda axis: -self.g.stride(axis))  # in memory's own order: no copy
+        strides = self.g.stride()  # in memory's own order: no copy
+        order = sorted(range(1, self.g.ndim), key=lambda axis: -strides[axis])
         g = self.g.permute(0, *order)
         total = row_sum(w, g.flatten(1)).view(g.shape[1:])
         return total.permute([order.index(axis) for axis in range(1, self.g.ndim)])

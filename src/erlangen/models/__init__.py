@@ -15,6 +15,7 @@ _MODELS: dict[str, str | Callable[..., Any]] = {
     "logistic": "erlangen.models.geodp:logistic_regression",
     "mlp": "erlangen.models.small:mlp",
     "cnn": "erlangen.models.small:cnn",
+    "opacus-cnn": "erlangen.models.small:opacus_cnn",
     "lenet": "erlangen.models.gredp:lenet5",
     "resnet9": "erlangen.models.resnet:resnet9",
     "wrn-16-4": "erlangen.models.resnet:wrn_16_4",

@@ -60,13 +60,15 @@ def resnet9(
     norm_groups: int = 32,
     scale_norm: bool = False,
     standardise: bool = False,
+    activation: str = "mish",
 ) -> nn.Module:
     """ResNet-9 of Klause et al. (2022): Mish, then group norm; 2.4 million parameters at the default layout."""
     first, second, third = layout
+    nonlinear = {"mish": nn.Mish, "relu": nn.ReLU}[activation]
 
     def block(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
         conv = convolution(inputs, outputs, 3, bias=not standardise, standardise=standardise)
-        layers: list[nn.Module] = [conv, nn.Mish(), group_norm(outputs, norm_groups)]
+        layers: list[nn.Module] = [conv, nonlinear(), group_norm(outputs, norm_groups)]
         return nn.Sequential(*layers, nn.MaxPool2d(2)) if pool else nn.Sequential(*layers)
 
     def residual(width: int) -> Residual:

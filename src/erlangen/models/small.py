@@ -38,3 +38,12 @@ class _Shrink(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.shape[-2:] == (self.size, self.size) else nn.functional.adaptive_avg_pool2d(x, self.size)
 
+
+def opacus_cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The network of Opacus's MNIST example: 8×8 and 4×4 convolutions of stride 2 (16 and 32 channels), 32 hidden units."""
+    side = [((n // 2 - 1 - 4) // 2 + 1) - 1 for n in input_shape[1:]]
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 16, 8, 2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1),
+        nn.Flatten(), nn.Linear(32 * side[0] * side[1], 32), nn.ReLU(), nn.Linear(32, classes),
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,7 +163,7 @@ class Conv(Piece):
         a = view.reshape(self.count, tokens, math.prod(g.kernel) * x.shape[-1])
         return a, self.d.movedim(1, -1).reshape(self.count, tokens, self.shape[0])
 
-    def chunks(self) -> list[Piece]:
+    def chunks(self) -> list[Conv]:  # type: ignore[override]
         per_owner = max(
             self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups,
             math.prod(self.shape),
@@ -185,7 +186,7 @@ def convolution(module: nn.Conv2d, tape: Tape, input: Tensor) -> Tensor:
 
 
 @rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-def transposed(module: nn.ConvTranspose2d, tape: Tape, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+def transposed(module: Any, tape: Tape, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     spatial = len(module.kernel_size)
     extra = module._output_padding(
         input, output_size, module.stride, module.padding, module.kernel_size, spatial, module.dilation
@@ -221,7 +222,7 @@ def tapped_convolution(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | Non
     return tape.tap(out, (x,), (weight, bias), pieces)
 
 
-def explicit_padding(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def explicit_padding(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Padding that the native kernel cannot do itself is done first; the rest is passed on."""
     spatial = len(module.kernel_size)
     if module.padding_mode != "zeros":
