@@ -131,7 +131,9 @@ def build(name: str) -> tuple[nn.Module, int]:
             NormNonlinearity(band),
         ),
     }[name]()  # fmt: skip
-    return (made if isinstance(made, nn.Sequential) and name in ("plain", "grouped") else nn.Sequential(made, _Head())), 2
+    return (
+        made if isinstance(made, nn.Sequential) and name in ("plain", "grouped") else nn.Sequential(made, _Head())
+    ), 2
 
 
 class _Head(nn.Module):
@@ -204,8 +206,12 @@ register_model("hostile-test", lambda num_classes, in_channels: Hostile())
 def test_no_record_contributes_more_than_the_bound(value):
     data = toy(20)
     data.x_train[3] = value
-    config = dataclasses.replace(CONFIG, model="hostile-test", model_options={}, momentum=0.0, lr=1.0, steps=1, batch=1, seed=0)
-    alone = Ensemble([config, dataclasses.replace(config, mechanism="rep")], data, draws=[lambda n: [np.array([3])]] * 2)
+    config = dataclasses.replace(
+        CONFIG, model="hostile-test", model_options={}, momentum=0.0, lr=1.0, steps=1, batch=1, seed=0
+    )
+    alone = Ensemble(
+        [config, dataclasses.replace(config, mechanism="rep")], data, draws=[lambda n: [np.array([3])]] * 2
+    )
     before = alone.stack.flat.clone()
     alone.run()
     moved = ((before - alone.stack.flat) / alone.metric).double().norm(dim=1)
@@ -216,7 +222,10 @@ def test_no_record_contributes_more_than_the_bound(value):
 
 def test_empty_batches_release_noise_alone():
     config = dataclasses.replace(CONFIG, noise_multiplier=2.0, momentum=0.0, lr=1.0, steps=400, ema=0.0)
-    configs = [dataclasses.replace(config, seed=0), dataclasses.replace(config, seed=1, mechanism="rep", max_grad_norm=0.1)]
+    configs = [
+        dataclasses.replace(config, seed=0),
+        dataclasses.replace(config, seed=1, mechanism="rep", max_grad_norm=0.1),
+    ]
     ensemble = Ensemble(configs, toy(), draws=[lambda n: [np.zeros(0, dtype=int)] * n] * 2)
     moves = []
     for _ in range(400):

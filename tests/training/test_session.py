@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -206,6 +207,57 @@ def test_checkpoints_hold_no_seed_and_refuse_strangers(tmp_path):
     with pytest.raises(TypeError, match="plain values only"):
         checkpoint.save(tmp_path / "d", {"f": print})
     assert "seed" not in json.dumps(Session(SMALL).state_dict(), default=str)
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """Flipped bytes, cuts, insertions and repeated parts, the header preferred."""
+    data = bytearray(content)
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(min(len(data), 600) if rng.random() < 0.8 else len(data)) if data else 0
+        kind = rng.randrange(4)
+        if kind == 0 and data:
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at : at + rng.randrange(1, 40)]
+        elif kind == 2:
+            data[at:at] = rng.randbytes(rng.randrange(1, 20))
+        else:
+            data[at:at] = data[at : at + rng.randrange(1, 60)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_hostile_checkpoints_end_in_a_clear_error_or_a_plain_state(tmp_path, count):
+    """Nothing but `CheckpointError`; what still loads is tensors and plain values, whatever the bytes were."""
+    rng = random.Random(0)
+    session = Session(SMALL)
+    session.step()
+    checkpoint.save(tmp_path / "c", session.state_dict())
+    content, loaded = (tmp_path / "c").read_bytes(), 0
+
+    for _ in range(count):
+        (tmp_path / "bad").write_bytes(mutated(content, rng))
+        try:
+            state = checkpoint.load(tmp_path / "bad")
+        except checkpoint.CheckpointError:
+            continue
+        loaded += 1
+        assert all(v is None or isinstance(v, (torch.Tensor, str, int, float)) for v in _flat(state).values())
+    assert loaded < count
+
+
+def _flat(value, path="") -> dict:
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}/{key}").items()}
+    if isinstance(value, list):
+        return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}/{i}").items()}
+    return {path: value}
+
+
+def test_denoising_is_an_option():
+    session = Session(dataclasses.replace(SMALL, denoise="james-stein"))
+    session.step()
+    assert torch.isfinite(flat(session)).all()
 
 
 def test_ema_forgets_the_start():

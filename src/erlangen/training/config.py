@@ -38,6 +38,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     schedule: str = "constant"
     ema: float = 0.99
+    denoise: str = "none"
     views: int = 1
     augment: str = "none"
     max_physical_batch: int | None = None
@@ -61,6 +62,7 @@ class TrainConfig:
             ("ema", 0 <= self.ema < 1, "give 0 ≤ ema < 1; 0 turns it off"),
             ("views", self.views >= 1, "give at least one view of each record"),
             ("augment", self.augment in ("none", "shift", "flip-crop"), "choose none, shift or flip-crop"),
+            ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
             ("schedule", self.schedule in ("constant", "cosine"), "choose constant or cosine"),
             ("evaluations", self.evaluations >= 1, "evaluate at least once"),
             ("max_physical_batch", self.max_physical_batch is None or self.max_physical_batch >= 1, "give rows ≥ 1"),

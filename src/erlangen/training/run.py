@@ -173,10 +173,20 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
-        "audit": json.loads(audited.read_text()) if audited.exists() else None,
+        "audit": _audit_line(audited),
         "config": json.loads(config.to_json()),
     })  # fmt: skip
     certificate.save(document, folder)
+
+
+def _audit_line(path: Path) -> str | None:
+    """What an audit of this run found, in one line; a file that is no audit is no audit."""
+    from erlangen.audit.runs import in_words
+
+    try:
+        return in_words(json.loads(path.read_text())) if path.exists() else None
+    except (ValueError, KeyError, TypeError):
+        return f"{path.name} cannot be read"
 
 
 def is_evaluation(config: TrainConfig, done: int) -> bool:

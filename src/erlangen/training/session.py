@@ -23,6 +23,7 @@ from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, SecureNoise, StreamNoise, make_clipping, make_mechanism
+from erlangen.mechanisms.denoise import JamesStein
 from erlangen.models import make_model
 from erlangen.private import PrivateTraining, refuse_module
 from erlangen.sampling import PoissonSampler, Units
@@ -52,9 +53,12 @@ class Session:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.sampler = PoissonSampler(self.units.count, config.batch, config.seed, run_id, config.secure)
         self.accountant = Accountant()
+        self.denoiser = JamesStein() if config.denoise == "james-stein" else None
         self.training = self._private()
         declared = getattr(self.training.mechanism, "loss", None)  # Clipless: the loss whose constant is certified
-        self.criterion: Callable[[Tensor, Tensor], Tensor] = declared if isinstance(declared, nn.Module) else F.cross_entropy
+        self.criterion: Callable[[Tensor, Tensor], Tensor] = (
+            declared if isinstance(declared, nn.Module) else F.cross_entropy
+        )
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id)
         self.step_count = 0
@@ -96,7 +100,9 @@ class Session:
         mechanism.bind(parameters, config.batch)
         tape = Tape(parameters, "mean", config.strategy)
         tape.metric = mechanism.metric
-        training = PrivateTraining(self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, None)
+        training = PrivateTraining(
+            self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser
+        )
         if config.epsilon is not None:
             assert config.delta is not None
             training.calibrate(config.epsilon, config.delta, config.steps, "pld")
