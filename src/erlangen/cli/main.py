@@ -8,7 +8,7 @@ import sys
 import typer
 
 import erlangen
-from erlangen.cli import accounting, audit, reproduce, train
+from erlangen.cli import accounting, audit, reproduce, train, validate
 
 app = typer.Typer(
     name="erlangen",
@@ -36,6 +36,7 @@ def _root(
 train.register(app)
 reproduce.register(app)
 accounting.register(app)
+validate.register(app)
 audit.register(app)
 
 

@@ -263,6 +263,7 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
         "data": {
             "name": session.dataset.name,
             "records": len(session.dataset),
+            "classes": session.dataset.classes,
             "fingerprint": session.dataset.fingerprint(),
         },
         "parameters": sum(p.numel() for p in session.model.parameters() if p.requires_grad),

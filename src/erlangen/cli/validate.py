@@ -1,0 +1,38 @@
+"""``erlangen validate``: how good is the model on private records, with accounted noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("validate")(validate)
+
+
+def validate(
+    run: Path = typer.Argument(..., help="Folder of a finished run."),
+    data: str = typer.Option(..., help="Private validation records: x_train and y_train of an .npz file, or a name."),
+    noise_multiplier: float = typer.Option(5.0, help="σ of the counts (sensitivity 1); 0 means no privacy."),
+    delta: float | None = typer.Option(None, help="δ for the reported ε; default min(1e-5, 0.1/N)."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Release accuracy and confusion matrix on a private validation set; each call costs and is written down first."""
+    from erlangen.training.validate import validate as release
+
+    result = release(run, data, noise_multiplier, delta)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    typer.echo(
+        f"Accuracy   {result['accuracy']:.1%} on {result['records']} private records (± {result['accuracy_std']:.1%} noise)"
+    )
+    epsilon = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.3g}"
+    typer.echo(
+        f"Privacy    ε = {epsilon} at δ = {result['delta']:.1e} for these records, {result['releases']} release(s) so far"
+    )
+    typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
+    for row in result["confusion"]:
+        typer.echo("  " + " ".join(f"{n:5d}" for n in row))

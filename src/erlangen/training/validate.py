@@ -1,0 +1,96 @@
+"""Accuracy and confusion matrix of a run on *private* validation data, released with accounted noise.
+
+Two releases of counts, each of sensitivity 1 under add/remove of a record: the right answers, and the confusion matrix (of
+which the accuracy would follow for free, but with the noise of every cell). Both are on the validation data's own ledger
+before their values are returned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from erlangen.accounting import epsilon, metrics
+from erlangen.accounting.ledger import Ledger, Release
+from erlangen.data import Dataset, load
+from erlangen.models import make_model
+from erlangen.training.config import ConfigError, TrainConfig
+
+
+def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The trained model of a run folder, ready to predict."""
+    if not (folder / "weights.safetensors").is_file():
+        raise ConfigError(f"{folder} holds no trained model: there is no weights.safetensors (did the run finish?)")
+    config = TrainConfig.from_file(folder / "config.json")
+    model = make_model(config.model, input_shape, classes, **config.model_options)
+    try:
+        model.load_state_dict(load_file(str(folder / "weights.safetensors")))
+    except RuntimeError as error:
+        cause = str(error).splitlines()[-1].strip()
+        raise ConfigError(
+            f"the weights of {folder} do not fit images of shape {input_shape} with {classes} classes: {cause}"
+        ) from error
+    return model.eval()
+
+
+def validate(
+    folder: str | Path, source: str | Path, noise_multiplier: float, delta: float | None = None
+) -> dict[str, Any]:
+    """Release how well a run does on the private records ``x_train``, ``y_train`` of ``source``.
+
+    Every call is another release on these records; ε in the result is that of all of them so far.
+    """
+    folder = Path(folder)
+    if noise_multiplier < 0:
+        raise ConfigError(f"noise_multiplier is {noise_multiplier}; give σ ≥ 0")
+    summary = folder / "summary.json"
+    if not summary.is_file():
+        raise ConfigError(f"{folder} holds no finished run: there is no summary.json")
+    data, classes = load(source), int(json.loads(summary.read_text())["data"]["classes"])
+    if data.classes > classes:
+        raise ConfigError(f"{source} has labels up to {data.classes - 1}, but the model knows {classes} classes")
+    delta = delta if delta is not None else min(1e-5, 0.1 / len(data))
+    predicted = predict(load_model(folder, data.input_shape, classes), data)
+    right = metrics.accuracy(predicted, data.y_train, noise_multiplier)
+    table = metrics.confusion_matrix(predicted, data.y_train, classes, noise_multiplier)
+    with open_ledger(folder / "validation-ledger.jsonl", data) as ledger:
+        for name, metric in (("accuracy", right), ("confusion-matrix", table)):
+            ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
+        pairs = ledger.pairs()
+    spent = epsilon(pairs, delta)
+    return {
+        "accuracy": right.value,
+        "accuracy_std": right.std,
+        "confusion": table.value.tolist(),
+        "noise_std": table.std,
+        "records": len(data),
+        "epsilon": spent if math.isfinite(spent) else "inf",
+        "delta": delta,
+        "releases": sum(count for _, count in pairs),
+    }
+
+
+@torch.no_grad()
+def predict(model: nn.Module, data: Dataset) -> np.ndarray:
+    parts = torch.from_numpy(data.x_train).split(1024)
+    return torch.cat([model(part).argmax(1) for part in parts]).numpy()
+
+
+def open_ledger(path: Path, data: Dataset) -> Ledger:
+    """The ledger of these validation records; other records need another run folder or their own account."""
+    if not path.exists():
+        return Ledger.create(path, data=data.fingerprint(), block=1)
+    ledger = Ledger.open(path)
+    if ledger.book.data != data.fingerprint():
+        ledger.close()
+        raise ConfigError(
+            f"{path} counts releases on other records: use the same validation data, or move the ledger away"
+        )
+    return ledger

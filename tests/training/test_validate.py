@@ -1,0 +1,60 @@
+"""Private validation: the release is on its ledger, costs add up, and the noise is there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from erlangen.accounting import epsilon, gaussian
+from erlangen.accounting.ledger import read_ledger
+from erlangen.data import load
+from erlangen.training import TrainConfig, run
+from erlangen.training.config import ConfigError
+from erlangen.training.validate import validate
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run.train(TrainConfig(model="mlp", steps=40, batch=256, seed=0), folder)
+    digits = load("digits")
+    np.savez(folder.parent / "private.npz", x_train=digits.x_test, y_train=digits.y_test)
+    return folder
+
+
+def test_every_call_is_a_release_on_disk(trained):
+    source = trained.parent / "private.npz"
+    first = validate(trained, source, 5.0)
+    second = validate(trained, source, 5.0)
+    assert first["epsilon"] == pytest.approx(epsilon([(gaussian(5.0), 2)], 1e-5))
+    assert second["epsilon"] == pytest.approx(epsilon([(gaussian(5.0), 4)], 1e-5))
+    assert read_ledger(trained / "validation-ledger.jsonl").steps == 4
+    assert first["confusion"] != second["confusion"]
+    exact = run.resume(trained).summary["test"]["test_accuracy"]
+    assert abs(first["accuracy"] - exact) < 6 * first["accuracy_std"]
+
+
+def test_without_noise_it_is_the_plain_matrix_and_epsilon_is_infinite(tmp_path, trained):
+    import shutil
+
+    folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
+    result = validate(folder, trained.parent / "private.npz", 0.0)
+    assert result["epsilon"] == "inf"
+    assert sum(map(sum, result["confusion"])) == result["records"]
+
+
+def test_mistakes(trained, tmp_path):
+    source = trained.parent / "private.npz"
+    with pytest.raises(ConfigError, match="σ ≥ 0"):
+        validate(trained, source, -1.0)
+    with pytest.raises(ConfigError, match=r"no summary\.json"):
+        validate(tmp_path, source, 1.0)
+    np.savez(tmp_path / "other.npz", x_train=np.zeros((4, 8, 8)), y_train=np.arange(4) % 2)
+    with pytest.raises(ConfigError, match="other records"):
+        validate(trained, tmp_path / "other.npz", 1.0)
+    np.savez(tmp_path / "wide.npz", x_train=np.zeros((4, 9, 9)), y_train=np.arange(4) % 2)
+    with pytest.raises(ConfigError, match="do not fit"):
+        validate(trained, tmp_path / "wide.npz", 1.0)
+    np.savez(tmp_path / "many.npz", x_train=np.zeros((4, 8, 8)), y_train=np.array([0, 1, 2, 30]))
+    with pytest.raises(ConfigError, match="knows 10 classes"):
+        validate(trained, tmp_path / "many.npz", 1.0)
