@@ -54,6 +54,7 @@ class PrivacyEngine:
         self.method, self.secure, self.seed, self.run_id = method, secure or secure_mode, seed, run_id
         self.accountant = accounting.Accountant()
         self.training: PrivateTraining | None = None
+        self._made = 0
 
     def make_private(
         self,
@@ -99,13 +100,15 @@ class PrivacyEngine:
             )
         if isinstance(mechanism, str) and noise_multiplier is None:
             raise ValueError("noise_multiplier is missing: give σ, or use make_private_with_epsilon")
+        self._made += 1  # a second training of a seeded engine draws from streams of its own
+        run_id = self.run_id if self._made == 1 else f"{self.run_id}#{self._made}"
         self.training = prepare(
             module, optimizer, data_loader, self.accountant,
             noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, poisson_sampling=poisson_sampling,
             loss_reduction=loss_reduction, mechanism=mechanism, mechanism_options=mechanism_options or {},
             clipping=clipping, clipping_options=clipping_options or {}, max_physical_batch=max_physical_batch, unit=unit,
             batch_first=batch_first, strategy=strategy, criterion=criterion, denoiser=denoiser, check=check,
-            seed=self.seed, run_id=self.run_id, secure=self.secure,
+            seed=self.seed, run_id=run_id, secure=self.secure,
         )  # fmt: skip
         return module, optimizer, self.training.loader
 

@@ -42,7 +42,8 @@ class PrivateTraining:
         self.before_release: list[Callable[[DpEvent], None]] = []
         #: called after each update of the weights; a projection is post-processing
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
-        self._last, self._pending, self._drawn, self._event = True, False, False, None
+        self._last, self._pending, self._drawn = True, False, False
+        self._event: tuple[float, DpEvent] | None = None
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -58,13 +59,15 @@ class PrivateTraining:
     def take(self) -> bool:
         """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
         gradients = self.tape.gradients()
-        if not self._drawn and isinstance(self.sampler, PoissonSampler):
+        if not self._drawn:
             raise RuntimeError(
-                "this batch was not drawn by the data loader that make_private returned (or was used twice), but the "
-                "accounting is that of Poisson sampling: iterate over the returned loader, or pass poisson_sampling=False."
+                "this batch was not drawn by the data loader that make_private returned (or was used twice): sampling, "
+                "owners and accounting belong to its draws. Iterate over the returned loader; batches of your own are "
+                "announced with engine.training.announce(RowMap…)."
             )
         self._drawn = False
-        self.mechanism.accumulate(gradients)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            self.mechanism.accumulate(gradients)
         self._pending = True
         if not self._last:
             self._clear_gradients()
@@ -90,18 +93,33 @@ class PrivateTraining:
                 self.optimizer.set_noise_variance(  # type: ignore[attr-defined]
                     {parameters[n]: v for n, v in variances.items()}
                 )
+        self._refuse_raw_gradients()
         for name, parameter in self.tape.parameters.items():
             parameter.grad = released[name].to(parameter.dtype)
+
+    def _refuse_raw_gradients(self) -> None:
+        """What the optimizer steps is either private or has no gradient at all."""
+        private = {id(p) for p in self.tape.parameters.values()}
+        strangers = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in private]
+        if any(p.grad is not None for p in strangers):
+            for p in strangers:
+                p.grad = None
+            raise RuntimeError(
+                "a parameter of the optimizer that was frozen when the module was made private has a gradient without "
+                "noise (it was unfrozen since, or the gradient is from before). Call make_private again after changing "
+                "which parameters train."
+            )
 
     def _clear_gradients(self) -> None:
         for parameter in self.tape.parameters.values():
             parameter.grad = None
 
     def event(self) -> DpEvent:
-        """One step's event; made once, because σ does not move during training."""
-        if self._event is None:
-            self._event = self.sampler.event(self.mechanism.event())
-        return self._event
+        """One step's event at the σ of this moment: a schedule of noise is accounted as it goes."""
+        sigma = self.mechanism.noise_multiplier
+        if self._event is None or self._event[0] != sigma:
+            self._event = (sigma, self.sampler.event(self.mechanism.event()))
+        return self._event[1]
 
     # -- before and after -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 
+# PyTorch's CPU generator is a Mersenne twister: 624 words in 8-byte slots, after 24 bytes of seed and counters.
+_WORDS, _FIRST_WORD = 624, 24
+
+
 @dataclass(frozen=True)
 class Stream:
     """A family of generators, one per step. With ``seed=None`` the seed is drawn from the system and kept nowhere."""
@@ -28,8 +32,22 @@ class Stream:
         """The generator of one step, the same whenever it is asked for."""
         root = f"seed:{self.seed}" if self.seed is not None else f"entropy:{self._entropy}"
         name = f"{root}|run:{self.run_id}|purpose:{self.purpose}|rank:{self.rank}|step:{step}"
-        digest = hashlib.sha256(name.encode()).digest()
-        return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+        device = torch.device(device)
+        if device.type != "cpu":
+            name += f"|device:{device.type}:{device.index or 0}"
+        words = hashlib.shake_256(name.encode()).digest(8 + 4 * _WORDS)
+        generator = torch.Generator(device=device).manual_seed(int.from_bytes(words[:8], "little") & (2**63 - 1))
+        return _filled(generator, words[8:]) if device.type == "cpu" else generator
+
+
+def _filled(generator: torch.Generator, words: bytes) -> torch.Generator:
+    """A CPU generator whose whole state comes from ``words``: `manual_seed` alone would use 32 bits of the seed, and two
+    steps of a long run would draw the same noise."""
+    state = generator.get_state()
+    slots = torch.frombuffer(bytearray(words), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+    state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS] = slots.view(torch.uint8)
+    generator.set_state(state)
+    return generator
 
 
 def secure_words(count: int) -> torch.Tensor:

@@ -62,11 +62,14 @@ def test_a_noiseless_epoch_agrees(clipping):
                 poisson_sampling=False, clipping=clipping,
             )  # fmt: skip
         else:
-            erlangen.PrivacyEngine().make_private(
+            engine = erlangen.PrivacyEngine()
+            engine.make_private(
                 module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=c,
                 poisson_sampling=False, clipping=clipping,
             )  # fmt: skip
         for i in range(3):
+            if library == "erlangen":
+                engine.training.announce(erlangen.RowMap.regular(8))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[8 * i : 8 * i + 8]), y[8 * i : 8 * i + 8]).backward()
             optimizer.step()

@@ -56,7 +56,8 @@ def _plan(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]
         if any(True for _ in module.parameters()):
             yield path, module, found
         return
-    if any(True for _ in module.parameters(recurse=False)) or hasattr(module, "parametrizations"):
+    raw = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in module.children())
+    if raw or any(True for _ in module.parameters(recurse=False)) or hasattr(module, "parametrizations"):
         yield path, module, functional
         return
     for name, child in module.named_children():

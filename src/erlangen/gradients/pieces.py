@@ -69,6 +69,25 @@ def apply_weight(weight: Weight, g: Tensor) -> Tensor:
     return weight(g) if callable(weight) and not isinstance(weight, Tensor) else g * weight
 
 
+def unit_scale(t: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+    """Each owner's part divided by its largest entry, and those entries: products of squares then neither underflow nor
+    overflow, or a huge activation could hide behind a tiny cotangent with a measured norm of 0."""
+    t = t.to(accumulate_dtype(t))
+    if not t.numel():
+        return t, t.new_ones(owners)
+    size = t.abs().reshape(owners, -1).amax(1)
+    size = torch.where(size > 0, size, 1.0)
+    return t / size.repeat_interleave(t.shape[0] // owners).view(-1, *[1] * (t.ndim - 1)), size
+
+
+def rescaled(norms: Tensor, *sizes: Tensor) -> Tensor:
+    """Squared norms of scaled operands, scaled back; through float64, where no product of float32 sizes can vanish."""
+    scale = torch.ones_like(norms, dtype=torch.float64)
+    for size in sizes:
+        scale = scale * size.double()
+    return (norms.double() * scale.square()).to(norms.dtype)
+
+
 class Piece:
     """The per-owner gradients of one parameter. Subclasses implement `count`, `dense` and `weighted_sum`."""
 
@@ -148,15 +167,19 @@ class Outer(Piece):
         return d.flatten(0, 1).t() @ self.a.flatten(0, 1).to(precise)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
-        a, d = self.a.to(accumulate_dtype(self.a)), self.d.to(accumulate_dtype(self.d))
-        one_token = a.shape[1] == 1
-        if weight is None and one_token:
-            return squared_norms(a) * squared_norms(d)
-        if isinstance(weight, Tensor) and one_token:
-            return ((d[:, 0].square() @ weight.to(d.dtype).square()) * a[:, 0].square()).sum(1)
-        if weight is None and not self.prefers_dense:
-            return gram_norms(a, d)
-        return super().norms_squared(weight)
+        one_token = self.a.shape[1] == 1
+        if weight is not None and not (isinstance(weight, Tensor) and one_token):
+            return super().norms_squared(weight)
+        if weight is None and not one_token and self.prefers_dense:
+            return super().norms_squared(weight)
+        (a, size_a), (d, size_d) = unit_scale(self.a, self.count), unit_scale(self.d, self.count)
+        if one_token and weight is None:
+            norms = squared_norms(a) * squared_norms(d)
+        elif isinstance(weight, Tensor):
+            norms = ((d[:, 0].square() @ weight.to(d.dtype).square()) * a[:, 0].square()).sum(1)
+        else:
+            norms = gram_norms(a, d)
+        return rescaled(norms, size_a, size_d)
 
     def precise(self) -> Piece:
         return Outer(self.a.to(accumulate_dtype(self.a)), self.d.to(accumulate_dtype(self.d)))

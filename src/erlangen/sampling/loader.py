@@ -31,12 +31,12 @@ class _Batches:
         self.coming: deque[tuple[RowMap, bool, bool]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.coming.clear()
+        coming = self.coming
         for _ in range(self.sampler.steps_per_epoch):
             parts = self.units.physical(self.sampler.draw(), self.limit)
             for k, (rows, owner) in enumerate(parts):
                 owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
-                self.coming.append((owners, k == 0, k == len(parts) - 1))
+                coming.append((owners, k == 0, k == len(parts) - 1))
                 yield rows.tolist()
 
     def __len__(self) -> int:
@@ -95,8 +95,9 @@ class PrivateLoader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        coming = self._batches.coming = deque()  # a queue of its own: iterations may overlap
         for batch in super().__iter__():
-            self._announce(*self._batches.coming.popleft())
+            self._announce(*coming.popleft())
             yield batch
 
 

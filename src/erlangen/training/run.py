@@ -151,7 +151,9 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
         reason=mechanism.unsound or ("no noise is added (σ = 0)" if mechanism.noise_multiplier == 0 else None),
     )
     ledger.limit = last - session.step_count
-    session.training.before_release.append(lambda event: ledger.spend(release))
+    session.training.before_release.append(
+        lambda event: ledger.spend(release if event == release.event else replace(release, event=event, sigma_eff=None))
+    )
 
 
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:

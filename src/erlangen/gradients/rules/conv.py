@@ -19,6 +19,8 @@ from erlangen.gradients.pieces import (
     chunk_size,
     gram_is_cheaper,
     gram_norms,
+    rescaled,
+    unit_scale,
 )
 from erlangen.gradients.registry import rule
 from erlangen.gradients.tape import Tape
@@ -124,9 +126,9 @@ class Conv(Piece):
         return Conv(self.x.to(high), self.d.to(high), self.views, self.shape, self.geometry)
 
     def gram(self) -> Tensor:
-        a, d = self.windows()
-        norms = gram_norms(a.to(accumulate_dtype(a)), d.to(accumulate_dtype(d)))
-        return norms.view(self.count, self.geometry.groups).sum(1)
+        (x, size_x), (d, size_d) = unit_scale(self.x, self.count), unit_scale(self.d, self.count)
+        norms = gram_norms(*Conv(x, d, self.views, self.shape, self.geometry).windows())
+        return rescaled(norms.view(self.count, self.geometry.groups).sum(1), size_x, size_d)
 
     def windows(self) -> tuple[Tensor, Tensor]:
         """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G])."""
