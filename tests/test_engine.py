@@ -422,3 +422,89 @@ def test_workers_and_collate_functions():
     )
     loop(model, optimizer, loader)
     assert engine.accountant.steps == N // B
+
+
+def test_a_frozen_parameter_never_steps_on_a_raw_gradient():
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(32, 4), nn.ParameterList([nn.Parameter(torch.randn(2, 4))])
+
+        def forward(self, x):
+            return nn.functional.linear(torch.relu(self.body(x.flatten(1))), self.head[0])
+
+    model = Raw()
+    model.head.requires_grad_(False)
+    _, model, optimizer, loader = private(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.head.requires_grad_(True)
+    before = model.head[0].detach().clone()
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="make_private again"):
+        nn.functional.cross_entropy(model(x), y).backward()
+    assert torch.equal(before, model.head[0].detach())
+    stale = net()
+    nn.functional.cross_entropy(stale(data()[:4][0]), data()[:4][1]).backward()
+    stale[0].requires_grad_(False)
+    _, stale, optimizer, loader = private(stale, torch.optim.SGD(stale.parameters(), 0.1))
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(stale(x), y).backward()
+    with pytest.raises(RuntimeError, match="gradient without noise"):
+        optimizer.step()
+    whole = Raw()
+    _, whole, optimizer, loader = private(whole, torch.optim.SGD(whole.parameters(), 0.1), noise_multiplier=0.0)
+    start = whole.head[0].detach().clone()
+    loop(whole, optimizer, loader)
+    assert not torch.equal(start, whole.head[0].detach()), "parameters in a list train too"
+
+
+def test_a_schedule_of_noise_is_accounted_as_it_goes():
+    engine, model, optimizer, loader = private(noise_multiplier=10.0)
+    loop(model, optimizer, loader)
+    cheap = engine.get_epsilon(1e-5)
+    engine.training.mechanism.noise_multiplier = 0.5
+    loop(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) > 5 * cheap
+
+
+def test_a_second_training_of_a_seeded_engine_draws_other_noise():
+    engine = erlangen.PrivacyEngine(seed=0)
+    ends = []
+    for _ in range(2):
+        _, model, optimizer, loader = private(engine=engine, noise_multiplier=100.0)
+        loop(model, optimizer, loader)
+        ends.append(model[3].bias.detach().clone())
+        engine.remove()
+    assert not torch.allclose(*ends, atol=0.1)
+
+
+def test_a_step_inside_autocast_keeps_the_bound():
+    torch.manual_seed(0)
+    data_ = TensorDataset(100 * torch.randn(1, 2, 4, 4), torch.zeros(1).long())
+    _, model, optimizer, loader = private(dataset=data_, batch=1, noise_multiplier=0.0)
+    before = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            optimizer.step()
+    total = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
+    assert total <= 1.0
+    assert not torch.equal(before, torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+
+
+def test_a_huge_activation_cannot_hide_behind_a_tiny_cotangent():
+    """Squares of 2.5e-23 vanish in float32; the product with 1.5e19 does not."""
+    x = torch.zeros(256, 1)
+    x[0] = 1.5e19
+    model = nn.Linear(1, 10000, bias=False)
+    _, model, optimizer, loader = private(
+        model,
+        torch.optim.SGD(model.parameters(), 1.0),
+        TensorDataset(x),
+        batch=256,
+        noise_multiplier=0.0,
+        clipping="auto-s",
+    )
+    for (batch,) in loader:
+        (model(batch) * (2.5e-23 * 256)).sum(1).mean().backward()
+        optimizer.step()
+    assert model.weight.grad.double().norm() * 256 <= 1.0

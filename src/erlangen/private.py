@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -237,6 +238,8 @@ def prepare(
     tape.metric = built.metric
     probe = _probe_inputs(module, data_loader)
     limit = _physical_limit(module, tape, probe, max_physical_batch)
+    if probe is None and check:
+        not_checked("batches are not (inputs, …) tensors")
     if probe is not None and check:
         _check(module, probe, criterion, loss_reduction)
     elif criterion is not None:
@@ -318,15 +321,22 @@ def _probe_inputs(module: nn.Module, loader: DataLoader) -> tuple[Tensor, Any] |
 def _check(module: nn.Module, probe: tuple[Tensor, Any], criterion: Any, reduction: str) -> None:
     inputs, targets = probe
     try:
-        with torch.no_grad():
-            state = torch.random.get_rng_state()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = module(inputs)
-            torch.random.set_rng_state(state)
-    except Exception:
-        return  # the module wants other arguments than the first of the batch; its own call will tell
+    except Exception as error:  # the module wants other arguments than the first of the batch; its own call will tell
+        not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
+        return
     check_independence(module, (inputs,))
     if criterion is not None:
         check_loss(criterion, out if isinstance(out, Tensor) else torch.zeros(1), targets, reduction)
+
+
+def not_checked(why: str) -> None:
+    warnings.warn(
+        f"whether the module mixes samples was not checked: {why}. If one record's output depends on the others, the "
+        "guarantee does not hold; erlangen.gradients.independence.check_independence(module, inputs) checks by hand.",
+        stacklevel=4,
+    )
 
 
 def _physical_limit(

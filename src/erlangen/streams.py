@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-
 # PyTorch's CPU generator is a Mersenne twister: 624 words in 8-byte slots, after 24 bytes of seed and counters.
 _WORDS, _FIRST_WORD = 624, 24
 

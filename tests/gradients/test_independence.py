@@ -86,3 +86,70 @@ def test_losses():
 
     with pytest.raises(MixesSamples, match="the loss function mixes"):
         check_loss(contrastive, logits, targets, "mean")
+
+
+class Sorted(nn.Module):
+    """Rows are reordered for one layer and put back: every output is independent, the layer's rows are not the owners'."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.b(torch.relu(self.a(x))[order])[order.argsort()]
+
+
+class Positions(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.table, self.head = nn.Embedding(length, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head((x[..., None] + self.table(torch.arange(x.shape[1]))).mean(1))
+
+
+class RunningMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            return x
+        return x - self.mean
+
+
+class TrainOnly(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (Sorted(), "another order"),
+        (Positions(6), "rows where the batch has"),
+        (Positions(5), "rows where the batch has|another order"),
+        (nn.Sequential(RunningMean(), nn.Linear(4, 2)), "buffer '0.mean' is updated from the data"),
+        (nn.Sequential(nn.Linear(4, 4), TrainOnly()).eval(), "TrainOnly at '1' mixes samples"),
+    ],
+)
+def test_quieter_ways_of_mixing_are_caught_too(module, match):
+    x = torch.randn(3, module.table.num_embeddings) if isinstance(module, Positions) else torch.randn(3, 4)
+    modes = [m.training for m in module.modules()]
+    with pytest.raises(MixesSamples, match=match):
+        check_independence(module, (x,))
+    assert modes == [m.training for m in module.modules()]
+
+
+def test_losses_whose_denominator_is_the_batch():
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    with pytest.raises(MixesSamples):
+        check_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 5.0, 1.0, 1.0])), logits, targets, "mean")
+    check_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 5.0, 1.0, 1.0]), reduction="sum"), logits, targets, "sum")
+    with pytest.raises(MixesSamples):
+        check_loss(nn.CrossEntropyLoss(), logits, torch.tensor([0, -100, 2]), "mean")
+    with pytest.raises(MixesSamples):  # a sum that was announced as a mean
+        check_loss(lambda z, y: nn.functional.cross_entropy(z, y, reduction="sum"), logits, targets, "mean")

@@ -39,6 +39,18 @@ def test_streams_never_meet():
     assert "entropy" not in repr(a)
 
 
+def test_steps_whose_32_bit_seeds_collide_draw_different_noise():
+    """The CPU generator reads 32 bits of a seed; streams fill its whole state instead."""
+    stream = Stream("noise", seed=0)
+    assert not torch.equal(torch.randn(50, generator=stream.at(4317)), torch.randn(50, generator=stream.at(85074)))
+    generator = stream.at(7)
+    low = torch.Generator().manual_seed(generator.initial_seed() & 0xFFFFFFFF)
+    assert not torch.equal(torch.randn(9, generator=generator), torch.randn(9, generator=low))
+    assert torch.equal(torch.randn(9, generator=stream.at(7)), torch.randn(9, generator=stream.at(7)))
+    z = torch.cat([torch.randn(50, generator=stream.at(k)) for k in range(400)])
+    assert stats.kstest(z.numpy(), "norm").pvalue > 1e-4
+
+
 def test_noise_needs_an_open_release():
     with pytest.raises(RuntimeError, match="next_release"):
         StreamNoise(seed=0).perturb(torch.zeros(2), 1.0)

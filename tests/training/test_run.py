@@ -143,12 +143,11 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     interrupted(folder, 4)
     with pytest.raises(ConfigError, match="cannot change"):
         run.resume(folder, lr=1.0)
-    other = tmp_path / "other" / "run"
+    other = tmp_path / "elsewhere"
     interrupted(other, 4)
     (folder / "checkpoint.safetensors").write_bytes((other / "checkpoint.safetensors").read_bytes())
-    if read_ledger(folder / "ledger.jsonl").checksum != read_ledger(other / "ledger.jsonl").checksum:
-        with pytest.raises(ConfigError, match="does not belong"):
-            run.resume(folder)
+    with pytest.raises(ConfigError, match="does not belong"):
+        run.resume(folder)
 
 
 def test_other_data_is_refused(tmp_path):

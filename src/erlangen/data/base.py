@@ -82,7 +82,8 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
     except Exception as error:
-        raise DataError(f"{path} cannot be read as .npz: {error}") from error
+        why = "it holds objects, not arrays of numbers" if "pickle" in str(error) else str(error)
+        raise DataError(f"{path} cannot be read as .npz: {why}; save it with np.savez") from error
 
 
 def from_arrays(name: str, arrays: dict[str, np.ndarray], unit: str | None = None) -> Dataset:
@@ -133,10 +134,14 @@ def _images(name: str, key: str, x: np.ndarray) -> np.ndarray:
 
 
 def _labels(name: str, key: str, y: np.ndarray, rows: int) -> np.ndarray:
+    if not rows:
+        raise DataError(f"{name}: there are no images for {key}; there is nothing to train on")
     if y.shape != (rows,):
         raise DataError(f"{name}: {key} has shape {y.shape} for {rows} images; give one integer label per image")
-    if not np.issubdtype(y.dtype, np.integer) or (rows and y.min() < 0):
-        raise DataError(f"{name}: {key} must hold integers ≥ 0, got {y.dtype} with minimum {y.min() if rows else '–'}")
+    if not np.issubdtype(y.dtype, np.integer):
+        raise DataError(f"{name}: {key} holds {y.dtype}, but labels must be integers ≥ 0; save it with .astype(int)")
+    if y.min() < 0 or y.max() >= 1_000_000:
+        raise DataError(f"{name}: {key} must hold integers ≥ 0 and below a million, got {y.min()} to {y.max()}")
     return y.astype(np.int64)
 
 

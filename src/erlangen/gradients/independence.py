@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from erlangen.gradients.tape import Tape
+
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
 
@@ -69,19 +71,105 @@ def _replacement(m: nn.Module) -> nn.Module | None:
 
 
 def check_independence(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Raise `MixesSamples`, naming the module, if row 0 of any module's output depends on the other rows."""
-    with _untouched(module):
-        first = _trace(module, inputs)
-        others = [_trace(module, tuple(_changed(t, scale) for t in inputs)) for scale in SCALES]
-    for second in others:
+    """Raise `MixesSamples` if, in training or evaluation mode, a module mixes rows, reorders them, or keeps statistics."""
+    modes = {m: m.training for m in module.modules()}
+    try:
+        for training in (True, False):
+            module.train(training)
+            with _untouched(module):
+                _check_outputs(module, inputs)
+                if training:
+                    _check_rows(module, inputs)
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
+def _where(path: str, m: nn.Module) -> str:
+    return f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
+
+
+def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Row 0 of every output depends on row 0 of the inputs alone, and no buffer on any of them."""
+    start = {name: b.clone() for name, b in module.named_buffers()}
+    first = _trace(module, inputs)
+    kept = {name: b.clone() for name, b in module.named_buffers()}
+    for scale in SCALES:
+        _restore(module, start)
+        second = _trace(module, tuple(_changed(t, scale) for t in inputs))
         for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
             if _same(in_a, in_b) and not _same(out_a, out_b):
-                where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
                 raise MixesSamples(
-                    f"{where} mixes samples: its output for one record changes with the other records of the batch, so "
-                    "clipping one record's gradient does not bound its influence. Make it treat rows independently "
-                    "(GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
+                    f"{_where(path, m)} mixes samples: its output for one record changes with the other records of the "
+                    "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
+                    "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
+        for name, b in module.named_buffers():
+            if not _same([b], [kept[name]]):
+                raise MixesSamples(
+                    f"the buffer {name!r} is updated from the data: it would be released with the weights, without noise. "
+                    "Drop the running statistics (GroupNorm needs none), or compute them on public data."
+                )
+
+
+def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Backwards: the gradient of one output row reaches each layer through that row alone."""
+    from erlangen.gradients.attach import attach, detach, is_attached
+
+    if is_attached(module):
+        return
+    watch = _Watch({n: p for n, p in module.named_parameters() if p.requires_grad})
+    attach(module, watch)
+    try:
+        with torch.enable_grad():
+            for rows, asked in ((5, range(5)), (7, range(1))):
+                out = module(*(_more_rows(t, rows) for t in inputs))
+                out = out[0] if isinstance(out, tuple) else out
+                if not isinstance(out, Tensor) or not out.requires_grad or not out.ndim or out.shape[0] != rows:
+                    return
+                for row in asked:
+                    watch.row, watch.rows_expected = row, rows
+                    out[row].float().sum().backward(retain_graph=True)
+    finally:
+        detach(module)
+
+
+class _Watch(Tape):
+    """A tape that keeps nothing and objects to cotangents outside the row that was asked for."""
+
+    row, rows_expected = 0, 0
+
+    def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        self._look(cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
+
+    def _capture_rows(self, per_row: Any, count: int) -> None:
+        for g in per_row.values():
+            self._look(g)
+
+    def _look(self, by_row: Tensor) -> None:
+        if by_row.shape[0] != self.rows_expected:
+            raise MixesSamples(
+                f"a layer sees {by_row.shape[0]} rows where the batch has {self.rows_expected}: its gradients cannot be told "
+                "apart by record. Keep the batch as the first dimension (batch_first=False for time-major sequences); give "
+                "positional tables a batch dimension, e.g. positions.expand(len(x), -1)."
+            )
+        others = by_row.detach().flatten(1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
+        others[self.row] = 0
+        if bool((others > 0).any()):
+            raise MixesSamples(
+                "a layer sees the records in another order than the model's output (rows are sorted, flipped or shuffled "
+                "inside the model), so gradients of different records would be clipped as one. Keep the order of rows."
+            )
+
+
+def _more_rows(t: Tensor, rows: int) -> Tensor:
+    if not t.ndim:
+        return t
+    return (
+        torch.randn(rows, *t.shape[1:], dtype=t.dtype, device=t.device)
+        if t.is_floating_point()
+        else t[torch.arange(rows) % len(t)]
+    )
 
 
 def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, reduction: str) -> None:
@@ -96,14 +184,27 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
     if outputs.shape[0] < 2 or not outputs.is_floating_point():
         return
 
-    def gradient(logits: Tensor) -> Tensor:
+    def gradient(logits: Tensor, labels: Any) -> Tensor:
         logits = logits.detach().clone().requires_grad_()
-        return torch.autograd.grad(criterion(logits, targets), logits)[0][:1]
+        scale = len(logits) if reduction == "mean" else 1
+        return scale * torch.autograd.grad(criterion(logits, labels), logits)[0][:1]
 
-    if not all(_same([gradient(outputs)], [gradient(_changed(outputs, scale))]) for scale in SCALES):
+    own = gradient(outputs, targets)
+    variants = [gradient(_changed(outputs, scale), targets) for scale in SCALES]
+    if isinstance(targets, Tensor) and targets.ndim and len(targets) == len(outputs):
+        variants.append(gradient(outputs[:-1], targets[:-1]))
+        if not targets.is_floating_point():
+            for label in torch.unique(
+                torch.cat([targets.flatten(), torch.arange(min(outputs.shape[1], 16)).to(targets)])
+            ):
+                other = targets.clone()
+                other[1:] = label
+                variants.append(gradient(outputs, other))
+    if not all(_same([own], [v]) for v in variants):
         raise MixesSamples(
-            f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others. Use "
-            "a loss that is a mean or a sum of per-sample terms with fixed weights."
+            f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "
+            "weights and ignored labels under 'mean' do that: they divide by what the batch holds; a wrong loss_reduction "
+            "shows in the same way). Use a mean or a sum of per-sample terms with fixed weights."
         )
 
 
@@ -160,5 +261,9 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for name, b in module.named_buffers():
-                b.data.copy_(buffers[name])
+            _restore(module, buffers)
+
+
+def _restore(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, b in module.named_buffers():
+        b.data.copy_(buffers[name])

@@ -19,6 +19,11 @@ from erlangen.gradients.rows import RowMap
 
 STRATEGIES = ("auto", "materialise", "norms-first")
 
+_LATECOMER = (
+    "a parameter takes part in training that did not when the module was made private (added or unfrozen since). Call "
+    "make_private again after changing which parameters train."
+)
+
 Pieces = Callable[[tuple[Tensor, ...], Tensor, int], Iterable[tuple[Tensor, Piece]]]
 Metric = Callable[[str], Weight]
 
@@ -183,6 +188,8 @@ class Tape:
         for parameter, g in per_row.items():
             if id(parameter) in self._ignored:
                 continue
+            if id(parameter) not in self._names:
+                raise RuntimeError(_LATECOMER)
             rows = self._rows_of(count, g.device)
             if not rows.is_regular:
                 factor = rows.row_factor(g).view(-1, *[1] * (g.ndim - 1))
@@ -227,10 +234,7 @@ class Tape:
             behind = [target] if target.is_leaf else _leaves(target)
             leaves = [p for p in behind if id(p) in self._names]
             if any(id(p) not in self._names and id(p) not in self._ignored for p in behind):
-                raise RuntimeError(
-                    "a parameter takes part in training that did not when the module was made private (added or "
-                    "unfrozen since). Call make_private again after changing which parameters train."
-                )
+                raise RuntimeError(_LATECOMER)
             for leaf, g in zip(leaves, _pull_back(target, leaves, piece), strict=True):
                 if g is not None:
                     self._pieces.setdefault(self._names[id(leaf)], []).append(Dense(g))

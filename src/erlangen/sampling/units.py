@@ -18,9 +18,14 @@ class Units:
         if labels is None:
             self.count, self._of_row, self._order, self._start = rows, None, None, None
             return
+        array = np.asarray(labels)
         if len(labels) != rows:
             raise ValueError(f"unit has {len(labels)} labels for {rows} records: give one label per record")
-        _, of_row = np.unique(np.asarray(labels), return_inverse=True)
+        if array.ndim != 1:
+            raise ValueError(f"unit has shape {array.shape} for {rows} records: give one label per record")
+        if np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
+            raise ValueError(f"unit has no value (NaN) for record {int(np.isnan(array).argmax())}: give every record an id")
+        _, of_row = np.unique(array, return_inverse=True)
         self._of_row = torch.from_numpy(of_row.reshape(-1).astype(np.int64))
         self.count = int(self._of_row.max()) + 1 if rows else 0
         self._order = torch.argsort(self._of_row, stable=True)

@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -50,6 +50,14 @@ class TrainConfig:
     non_private: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            allowed = (dict,) if get_origin(kind) is dict else get_args(kind) or (kind,)
+            if float in allowed:
+                allowed += (int,)
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+                names = " or ".join(k.__name__ for k in allowed if k is not type(None))
+                raise ConfigError(f"{name} is {value!r}; it must be {names}")
         for name, ok, cure in (
             ("max_grad_norm", self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm), "give C > 0"),
             ("epsilon", self.epsilon is None or self.epsilon > 0, "give ε > 0"),
