@@ -75,7 +75,7 @@ def unit_scale(t: Tensor, owners: int) -> tuple[Tensor, Tensor]:
     t = t.to(accumulate_dtype(t))
     if not t.numel():
         return t, t.new_ones(owners)
-    size = t.abs().reshape(owners, -1).amax(1)
+    size = torch.linalg.vector_norm(t.reshape(owners, -1), ord=float("inf"), dim=1)
     size = torch.where(size > 0, size, 1.0)
     return t / size.repeat_interleave(t.shape[0] // owners).view(-1, *[1] * (t.ndim - 1)), size
 
