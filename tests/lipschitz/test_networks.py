@@ -29,6 +29,7 @@ from erlangen.lipschitz import (
     backpropagate_bounds,
     certified_radius,
     check_sensitivity,
+    is_certifiable,
     lipschitz_constant,
     output,
 )
@@ -145,20 +146,56 @@ def test_bounds_hold_in_the_precision_they_were_made_for(precision):
     assert worst >= (0.99 if precision == "fp32" else 0.8)
 
 
-def test_certified_radius_is_never_beaten():
+def attacked(net, x, radius, steps=40):
+    """Projected gradient ascent on (second logit − first), never further than ``radius`` from x."""
+    first, second = net(x).topk(2).indices.split(1, 1)
+    delta = torch.randn_like(x)
+    size = lambda d: d.flatten(1).norm(dim=1).clamp(min=1e-30).view(-1, *[1] * (x.ndim - 1))  # noqa: E731
+    reach = radius.to(x.dtype).view(-1, *[1] * (x.ndim - 1)) * 0.999999
+    delta = delta / size(delta) * reach
+    for k in range(steps):
+        delta = delta.detach().requires_grad_()
+        logits = net(x + delta)
+        (logits.gather(1, second) - logits.gather(1, first)).sum().backward()
+        delta = delta.detach() + delta.grad / size(delta.grad) * reach * (2.0 / (1 + k))
+        delta = delta * (reach / size(delta)).clamp(max=1.0)
+    return x + delta
+
+
+@pytest.mark.parametrize("name", ["lenet", "vgg", "mixer"])
+def test_certified_radius_withstands_an_attack(name):
     torch.manual_seed(0)
-    net = SMALL["lenet"]()
-    x = torch.rand(16, 1, 8, 8) * 0.2
-    logits = net(x)
-    radius = certified_radius(logits, net)
+    net = SMALL[name]()
+    x = torch.rand(24, *net[0].shape) * 0.1
+    with torch.no_grad():
+        logits = net(x)
+    radius = certified_radius(net, logits)
     top = logits.topk(2).values.double()
-    assert torch.allclose(radius, (top[:, 0] - top[:, 1]) / math.sqrt(2), rtol=1e-3)
-    for _ in range(50):
-        step = torch.randn_like(x)
-        step = step / step.flatten(1).norm(dim=1).view(-1, 1, 1, 1) * radius.float().view(-1, 1, 1, 1) * 0.999
-        assert torch.equal(net(x + step).argmax(1), logits.argmax(1))
+    expected = (top[:, 0] - top[:, 1]) / (math.sqrt(2) * lipschitz_constant(net))
+    assert torch.allclose(radius, expected, rtol=1e-2, atol=1e-5)
+    assert torch.equal(net(attacked(net, x, radius)).argmax(1), logits.argmax(1))
+
+
+def test_the_attack_on_radii_has_teeth():
+    """Where the bound is tight it breaks a radius that is 5 % too large."""
+    torch.manual_seed(0)
+    net = Sequential(BoundedInput((8,), 50.0), OrthogonalDense(8, 8), OrthogonalDense(8, 8))
+    x = torch.randn(32, 8)
+    radius, before = certified_radius(net, net(x)), net(x).argmax(1)
+    assert torch.equal(net(attacked(net, x, radius)).argmax(1), before)
+    assert (net(attacked(net, x, 1.05 * radius)).argmax(1) != before).float().mean() > 0.9
+
+
+def test_no_certificate_means_radius_zero():
     sphere = Sequential(BoundedInput((4,), 1.0, "sphere"), SpectralDense(4, 3))
-    assert float(certified_radius(sphere(torch.randn(2, 4)), sphere).max()) == 0.0
+    assert float(certified_radius(sphere, sphere(torch.randn(2, 4))).max()) == 0.0
+    odd = torch.tensor([[1.0, 1.0, 0.0], [math.nan, 2.0, 1.0], [math.inf, 0.0, 0.0], [3.0, 1.0, 1.0]])
+    assert certified_radius(1.0, odd).tolist() == [0.0, 0.0, 0.0, pytest.approx(math.sqrt(2), rel=1e-4)]
+    with pytest.raises(ValueError, match="two classes"):
+        certified_radius(1.0, torch.zeros(3, 1))
+    assert [is_certifiable(m) for m in (SMALL["lenet"](), sphere, nn.Linear(2, 2), Sequential())] == [
+        True, False, False, False,
+    ]  # fmt: skip
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

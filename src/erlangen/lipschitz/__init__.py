@@ -16,7 +16,7 @@ from erlangen.lipschitz.inputs import BoundedInput
 from erlangen.lipschitz.losses import MAE, CrossEntropy, HingeKR, KCosine, LipschitzLoss, MulticlassHinge, loss_constant
 from erlangen.lipschitz.pooling import AvgPool2d, GlobalAvgPool, L2NormPool2d, MaxPool2d, TokenMean
 from erlangen.lipschitz.projection import Projector
-from erlangen.lipschitz.radius import certified_radius
+from erlangen.lipschitz.radius import certified_radius, is_certifiable
 from erlangen.lipschitz.search import SensitivityError, SensitivityReport, check_layer, check_loss, check_sensitivity
 from erlangen.lipschitz.shape import Bias, Flatten, InvertibleDownsampling, LayerCentering, Permute, Tokens
 
@@ -65,6 +65,7 @@ __all__ = [
     "check_layer",
     "check_loss",
     "check_sensitivity",
+    "is_certifiable",
     "lipschitz_constant",
     "loss_constant",
     "output",
