@@ -5,6 +5,7 @@ ledger.jsonl (+.copy) what has been released, written before it is used
 metrics.jsonl         public test metrics and ε, line by line
 checkpoint.safetensors  everything a resumed run needs; never a seed
 weights.safetensors   the released weights
+public.safetensors    predictions on the public test set, and a few of its images
 summary.json, certificate.json, certificate.md
 """
 
@@ -159,6 +160,9 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:
     weights = {k: t.detach().cpu().contiguous() for k, t in session.weights().items()}
     checkpoint.write_atomically(folder / "weights.safetensors", to_bytes(weights))
+    public = session.public_predictions()
+    if public is not None:
+        public.save(folder)
     write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_certificate(session, folder, ledger)
 
@@ -266,6 +270,8 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
             "name": session.dataset.name,
             "records": len(session.dataset),
             "classes": session.dataset.classes,
+            "class_names": getattr(session.dataset, "class_names", None),
+            "input_shape": list(session.dataset.input_shape),
             "fingerprint": session.dataset.fingerprint(),
         },
         "parameters": sum(p.numel() for p in session.model.parameters() if p.requires_grad),

@@ -32,6 +32,7 @@ from erlangen.training.adam_bc import optimizers
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ema import EMA
 from erlangen.training.metrics import evaluate
+from erlangen.training.public import PublicPredictions, predictions
 
 
 class Session:
@@ -150,6 +151,16 @@ class Session:
             return evaluate(self.model, x, y, self.dataset.classes)
         with self.ema.applied():
             return evaluate(self.model, x, y, self.dataset.classes)
+
+    def public_predictions(self) -> PublicPredictions | None:
+        """Of the averaged weights on the public test set; None without one."""
+        if self.dataset.x_test is None or self.dataset.y_test is None:
+            return None
+        x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
+        if self.ema is None:
+            return predictions(self.model, x, y)
+        with self.ema.applied():
+            return predictions(self.model, x, y)
 
     def epsilon(self, method: str = "pld") -> float:
         """ε spent so far at the run's δ."""
