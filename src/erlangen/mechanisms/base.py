@@ -85,6 +85,14 @@ class Mechanism(ABC):
     def accumulate(self, gradients: PerSampleGradients) -> None:
         """Add one physical batch to the sum. No noise."""
 
+    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace *every* pending sum by what ``add_up`` returns for it: the total over all workers on the first one,
+        zero on the others. What is not handed over would be lost; a mechanism that does not say trains in one process.
+        """
+        raise NotImplementedError(
+            f"mechanism {self.name!r} does not say which sums its workers add up: define merge(), or train in one process"
+        )
+
     @abstractmethod
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         """Noise once, divide by the *expected* batch size, forget the sum: the private gradient of a logical batch."""

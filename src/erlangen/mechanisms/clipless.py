@@ -16,7 +16,7 @@ every step and before use. Replacing a record moves the sum by at most 2Δ_d; an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,13 @@ class Clipless(Mechanism):
                 weights[name] = torch.where(gradients.valid, weights[name], 0.0)
         self.backstop_hits += int(over.sum())
         return gradients.weighted_sum(weights)
+
+    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        counts = torch.tensor([layer.total for layer in self.adaptive], dtype=torch.float64)
+        *sums, counts = add_up([*self._sum.values(), counts])
+        self._sum = dict(zip(self._sum, sums, strict=True))
+        for layer, total in zip(self.adaptive, counts.tolist(), strict=True):
+            layer.total = total
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()

@@ -9,7 +9,7 @@ summed and mapped once; nothing is materialised in the new coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +100,10 @@ class GaussianMechanism(Mechanism):
             values = query.values if valid is None else torch.where(valid, query.values, 0.0)
             self._side_total += float(values.sum())
             self._side_std = query.std
+
+    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        *sums, side = add_up([*self._sum.values(), torch.tensor([self._side_total], dtype=torch.float64)])
+        self._sum, self._side_total = dict(zip(self._sum, sums, strict=True)), float(side)
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()

@@ -15,7 +15,7 @@ direction (the paper's coordinates, as a sum of per-sample terms), `PublishedGeo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,6 +148,12 @@ class Direction(Mechanism):
         for name, total in gradients.weighted_sum({n: weights for n in gradients.names}).items():
             self._sum[name] += total
 
+    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        like = next(iter(self._sum.values()))
+        magnitude = torch.as_tensor(self._magnitude, dtype=torch.float64, device=like.device).reshape(1)
+        *sums, magnitude = add_up([*self._sum.values(), magnitude])
+        self._sum, self._magnitude = dict(zip(self._sum, sums, strict=True)), magnitude[0]
+
     def pending(self) -> tuple[dict[str, Tensor], float]:
         """The two sums so far, without noise: for sensitivity audits only."""
         return {name: total.clone() for name, total in self._sum.items()}, float(self._magnitude)
@@ -266,6 +272,10 @@ class Angles(Direction):
             # the bound rounded to bfloat16 would be a larger one: clip in the precision of the sum
             moved = difference(phi, self._reference[columns].flip(0).to(phi)).to(counts.dtype)
             self._angles[columns] += (counts @ moved.clamp_(-bound, bound)).flip(0)
+
+    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().merge(add_up)
+        (self._angles,) = add_up([self._angles])
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()

@@ -1,0 +1,206 @@
+"""The processes that train one model together, and the few things they say to each other.
+
+The *first* worker (rank 0) keeps the books: sums go to it, it writes the release down and adds the noise, and sends the
+private gradient to all. A process that trains alone is a group of one, for which every call here is free. Messages are
+bytes and tensors; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class LostWorker(RuntimeError):
+    """A process of the group ended, hung or refused; nothing that it had not yet released was used."""
+
+
+class Workers:
+    """A group of processes. ``Workers()`` is the group of one; `Workers.current` the initialised default group."""
+
+    def __init__(self, rank: int = 0, count: int = 1) -> None:
+        if not 0 <= rank < count:
+            raise ValueError(f"rank is {rank} in a group of {count}; ranks are 0…{count - 1}")
+        self.rank, self.count = rank, count
+
+    @classmethod
+    def current(cls) -> Workers:
+        """Everybody in the default process group; alone if there is none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Σ over workers on the first one, zeros on the others: afterwards each sum is held once."""
+        if self.alone:
+            return list(tensors)
+        result: list[Tensor] = [torch.zeros_like(t) for t in tensors]
+        for places, flat in _buckets(tensors):
+            there = self._place(flat)
+            with self._asking("adding up gradients"):
+                dist.reduce(there, 0, dist.ReduceOp.SUM)
+            if self.first:
+                for k, part in zip(places, _split(there.to(flat.device), [tensors[k] for k in places]), strict=True):
+                    result[k] = part
+        return result
+
+    @torch.no_grad()
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The first worker's tensors, on every worker; the others give tensors of the same shapes."""
+        if self.alone:
+            return list(tensors)
+        result: list[Tensor] = list(tensors)
+        for places, flat in _buckets(tensors):
+            there = self._place(flat)
+            with self._asking("sending gradients"):
+                dist.broadcast(there, 0)
+            for k, part in zip(places, _split(there.to(flat.device), [tensors[k] for k in places]), strict=True):
+                result[k] = part
+        return result
+
+    def align(self, module: nn.Module) -> None:
+        """Parameters and buffers as the first worker has them."""
+        if self.alone:
+            return
+        own = [*module.parameters(), *module.buffers()]
+        with torch.no_grad():
+            for mine, theirs in zip(own, self.send([t.detach() for t in own]), strict=True):
+                mine.copy_(theirs)
+
+    # -- facts ----------------------------------------------------------------------------------------------------
+
+    def tell(self, message: bytes) -> bytes:
+        """The first worker's message; what the others give is not read."""
+        if self.alone:
+            return message
+        size = self._place(torch.tensor([len(message)]))
+        with self._asking("waiting for the first worker"):
+            dist.broadcast(size, 0)
+            held = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self.first and message else None
+            body = self._place(torch.zeros(int(size), dtype=torch.uint8) if held is None else held)
+            dist.broadcast(body, 0)
+        return bytes(body.cpu().numpy().tobytes())
+
+    def decide(self, make: Callable[[], T]) -> T:
+        """``make()`` on the first worker, its result (plain JSON) on all; if it raises there, everybody stops."""
+        if self.alone:
+            return make()
+        if not self.first:
+            answer = json.loads(self.tell(b""))
+            if "failed" in answer:
+                raise LostWorker(f"the first worker stopped: {answer['failed']}")
+            return answer["value"]
+        try:
+            value = make()
+            message = json.dumps({"value": value})
+        except BaseException as error:
+            self.tell(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+            raise
+        self.tell(message.encode())
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether any worker says so."""
+        if self.alone:
+            return flag
+        said = self._place(torch.tensor([int(flag)]))
+        with self._asking("finding out whether to stop"):
+            dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said.item())
+
+    def require_same(self, facts: Mapping[str, str]) -> None:
+        """Everybody was started with the same of these; if not, everybody raises and says who differs in what."""
+        if self.alone:
+            return
+        first = json.loads(self.tell(json.dumps(dict(facts)).encode()))
+        different = [name for name, value in facts.items() if first.get(name) != value]
+        if self.any(bool(different)):
+            whose = f"on rank {self.rank}: {', '.join(different)}" if different else "on another rank"
+            raise ValueError(f"the workers were not started alike; different from the first worker's {whose}")
+
+    def require_equal_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Checksums of the bits of every parameter agree, or everybody raises."""
+        if self.alone:
+            return
+        own = self._place(torch.stack([_checksum(t) for t in weights.values()]).cpu())
+        theirs = own.clone()
+        with self._asking("comparing weights"):
+            dist.broadcast(theirs, 0)
+        different = [name for name, same in zip(weights, (own == theirs).tolist(), strict=True) if not same]
+        if self.any(bool(different)):
+            where = f"{different[0]!r} on rank {self.rank}" if different else "a parameter of another rank"
+            raise LostWorker(
+                f"the workers' weights differ after step {step}: {where} is not the first worker's. Nothing outside "
+                "optimizer.step() may write to them, and all workers need the same kind of device and the same versions; "
+                "resume from the last checkpoint"
+            )
+
+    # -- the wire -------------------------------------------------------------------------------------------------
+
+    def _place(self, t: Tensor) -> Tensor:
+        """A copy of ``t`` where the group's back end can carry it."""
+        names = str(dist.get_backend_config())
+        carried = "cuda" if "nccl" in names else "cpu"
+        if "gloo" in names and t.device.type == "cpu":
+            carried = "cpu"
+        device = torch.device(carried, torch.cuda.current_device()) if carried == "cuda" else torch.device(carried)
+        return t.to(device, copy=True).contiguous()
+
+    @contextmanager
+    def _asking(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # what back ends raise for closed connections and timeouts
+            why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+            raise LostWorker(
+                f"rank {self.rank} of {self.count} lost another worker while {doing} ({why}). No gradient was used that is "
+                "not in the ledger. Start the run again with --resume, with as many workers as you like"
+            ) from error
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """(places, flat copy) of all tensors of one kind: one message each, in the same order on every worker."""
+    kind = lambda k: (str(tensors[k].device.type), str(tensors[k].dtype))  # noqa: E731
+    for _, group in groupby(sorted(range(len(tensors)), key=kind), key=kind):
+        places = list(group)
+        yield places, torch.cat([tensors[k].detach().flatten() for k in places])
+
+
+def _split(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    like = list(like)
+    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
+
+
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(t: Tensor) -> Tensor:
+    """A sum over the bit patterns, each weighted by its place: equal bits have equal sums."""
+    words = t.detach().contiguous().view(_WORD[t.element_size()]).flatten().to(torch.int64)
+    return (words * (2 * torch.arange(words.numel(), device=t.device) + 1)).sum()
+
+
+def local_rank() -> int:
+    """Which of its machine's processes this one is, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
