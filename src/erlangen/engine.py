@@ -23,6 +23,7 @@ from erlangen.gradients.independence import fix, known_problems
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.clipping.base import ClippingRule
 from erlangen.private import PrivateTraining, prepare
+from erlangen.workers import Workers
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -35,6 +36,9 @@ class PrivacyEngine:
 
     ``secure`` draws noise and batches from the operating system's cryptographic generator; ``seed`` makes a run
     reproducible, and therefore not fit for release. ``accountant`` is the method `get_epsilon` reports: "pld" or "rdp".
+
+    In an initialised process group (torchrun) all processes train one model: the loader's ``batch_size`` is each
+    process's share of the expected batch, as with DDP. ``distributed=False`` lets every process train its own.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class PrivacyEngine:
         seed: int | None = None,
         run_id: str = "",
         secure_mode: bool = False,
+        distributed: bool = True,
     ) -> None:
         method = {"prv": "pld"}.get(accountant, accountant)  # Opacus's name for the same numerical accounting
         if method not in ("pld", "rdp"):
@@ -54,7 +59,7 @@ class PrivacyEngine:
         self.method, self.secure, self.seed, self.run_id = method, secure or secure_mode, seed, run_id
         self.accountant = accounting.Accountant()
         self.training: PrivateTraining | None = None
-        self._made = 0
+        self.distributed, self._made = distributed, 0
 
     def make_private(
         self,
@@ -109,6 +114,7 @@ class PrivacyEngine:
             clipping=clipping, clipping_options=clipping_options or {}, max_physical_batch=max_physical_batch, unit=unit,
             batch_first=batch_first, strategy=strategy, criterion=criterion, denoiser=denoiser, check=check,
             seed=self.seed, run_id=run_id, secure=self.secure,
+            workers=Workers.current() if self.distributed else Workers(),
         )  # fmt: skip
         return module, optimizer, self.training.loader
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
+from erlangen import joint
 from erlangen.accounting import Accountant
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach, is_attached
@@ -22,6 +23,7 @@ from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, ma
 from erlangen.sampling import PoissonSampler, PrivateLoader, Sampler, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
 from erlangen.sampling.units import unit_labels
+from erlangen.workers import Workers
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -32,12 +34,14 @@ class PrivateTraining:
 
     def __init__(
         self, module: nn.Module, optimizer: Optimizer, tape: Tape, mechanism: Mechanism, sampler: Sampler,
-        accountant: Accountant, denoiser: Callable[..., Any] | None,
+        accountant: Accountant, denoiser: Callable[..., Any] | None, workers: Workers | None = None,
     ) -> None:  # fmt: skip
         # a mechanism may bring its own recorder (clipless sums gradients without a per-sample tape)
         self.module, self.optimizer = module, optimizer
         self.tape: Tape = mechanism.recorder(tape) if hasattr(mechanism, "recorder") else tape
         self.mechanism, self.sampler, self.accountant, self.denoiser = mechanism, sampler, accountant, denoiser
+        self.workers = Workers() if workers is None else workers
+        joint.refuse_unmerged(mechanism, self.workers)
         self.loader: PrivateLoader
         #: called with the event before each release; a ledger writes here
         self.before_release: list[Callable[[DpEvent], None]] = []
@@ -45,6 +49,9 @@ class PrivateTraining:
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
         self._last, self._pending, self._drawn = True, False, False
         self._event: tuple[float, DpEvent] | None = None
+        #: what the other workers know of the mechanism's state
+        self.known: dict[str, Any] = {}
+        self._updates = 0
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -73,30 +80,52 @@ class PrivateTraining:
         if not self._last:
             self._clear_gradients()
             return False
+        self.release()
+        return True
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Set the private gradient of all that was accumulated since the last release; once per logical batch."""
+        private = self.noised() if self.workers.alone else joint.release(self)
+        self._pending = False
+        self._hand_over(private)
+
+    def noised(self) -> joint.Private:
+        """Write the release down, add the noise, post-process. Of several workers only the first does this."""
+        self.account()
+        released = self.mechanism.finish(self.sampler.expected_batch)
+        if self.denoiser is None and not hasattr(self.optimizer, "set_noise_variance"):
+            return joint.Private(released, None)
+        scale = self.sampler.expected_batch**-2
+        square = lambda s: s * s * scale  # noqa: E731
+        variances = {name: square(self.mechanism.noise_std(name)) for name in released}
+        if self.denoiser is not None:
+            return joint.Private(self.denoiser(released, variances), None)
+        return joint.Private(released, variances)
+
+    def account(self) -> None:
+        """Before anything of this release is used."""
         event = self.event()
         self.accountant.record(event)
         for told in self.before_release:
             told(event)
-        released = self.mechanism.finish(self.sampler.expected_batch)
-        self._pending = False
-        self._hand_over(released)
-        return True
 
-    def _hand_over(self, released: dict[str, Tensor]) -> None:
-        if self.denoiser is not None or hasattr(self.optimizer, "set_noise_variance"):
-            scale = self.sampler.expected_batch**-2
-            square = lambda s: s * s * scale  # noqa: E731
-            variances = {name: square(self.mechanism.noise_std(name)) for name in released}
-            if self.denoiser is not None:
-                released = self.denoiser(released, variances)
-            else:
-                parameters = self.tape.parameters
-                self.optimizer.set_noise_variance(  # type: ignore[attr-defined]
-                    {parameters[n]: v for n, v in variances.items()}
-                )
+    def _hand_over(self, private: joint.Private) -> None:
+        parameters = self.tape.parameters
+        if private.variances is not None:
+            self.optimizer.set_noise_variance(  # type: ignore[attr-defined]
+                {parameters[n]: v for n, v in private.variances.items()}
+            )
         self._refuse_raw_gradients()
-        for name, parameter in self.tape.parameters.items():
-            parameter.grad = released[name].to(parameter.dtype)
+        for name, parameter in parameters.items():
+            parameter.grad = private.gradient[name].to(parameter.dtype)
+
+    def updated(self) -> None:
+        """After each update of the weights: projections, and now and then a look at the other workers."""
+        for told in self.after_step:
+            told()
+        self._updates += 1
+        joint.compare(self, self._updates)
 
     def _refuse_raw_gradients(self) -> None:
         """What the optimizer steps is either private or has no gradient at all."""
@@ -155,9 +184,13 @@ class PrivateTraining:
         for name in ("step", "zero_grad", "add_param_group"):
             self.optimizer.__dict__.pop(name, None)
         self.optimizer.__dict__.update(self._shadowed)
+        for name, value in self._loud.items():
+            setattr(self._wrapper, name, value)
 
-    def install(self) -> None:
-        """From here on the module records and the optimizer steps privately."""
+    def install(self, wrapper: nn.Module | None = None) -> None:
+        """From here on the module records and the optimizer steps privately; a DDP ``wrapper`` keeps quiet."""
+        self._wrapper = self.module if wrapper is None else wrapper
+        self._loud = joint.silence(self._wrapper)
         if hasattr(self.tape, "attach"):
             self.tape.attach(self.module)
         else:
@@ -176,8 +209,7 @@ class PrivateTraining:
                     loss = closure()
             if training.take():
                 plain_step()
-                for told in training.after_step:
-                    told()
+                training.updated()
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -203,9 +235,10 @@ def prepare(
     max_grad_norm: Any, poisson_sampling: bool, loss_reduction: str, mechanism: str | Mechanism,
     mechanism_options: Mapping[str, Any], clipping: Any, clipping_options: Mapping[str, Any],
     max_physical_batch: int | str | None, unit: Any, batch_first: bool, strategy: str, criterion: Any, denoiser: Any,
-    check: bool, seed: int | None, run_id: str, secure: bool,
+    check: bool, seed: int | None, run_id: str, secure: bool, workers: Workers | None = None,
 ) -> PrivateTraining:  # fmt: skip
     """Check everything, then install. Nothing is changed if anything is wrong."""
+    wrapper, module, workers = module, joint.unwrapped(module), workers or Workers()
     refuse_iterable(data_loader)
     refuse_module(module)
     parameters = _trainable(module, optimizer)
@@ -217,7 +250,7 @@ def prepare(
     )
     kind = PoissonSampler if poisson_sampling else ShuffledBatches
     assert data_loader.batch_size is not None
-    sampler = kind(units.count, data_loader.batch_size, seed, run_id, secure)
+    sampler = kind(units.count, data_loader.batch_size * workers.count, seed, run_id, secure)
     noise = SecureNoise() if secure else StreamNoise(seed, run_id)
     if isinstance(mechanism, str):
         assert noise_multiplier is not None
@@ -244,9 +277,11 @@ def prepare(
         _check(module, probe, criterion, loss_reduction)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
-    training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser)
-    training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce)
-    training.install()
+    training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
+    training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce, workers)
+    sampler.join(workers)
+    workers.align(module)
+    training.install(wrapper)
     return training
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,6 +26,10 @@ class Stream:
     run_id: str = ""
     rank: int = 0
     _entropy: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    def sharing(self, entropy: str) -> Stream:
+        """The same stream for everybody who knows ``entropy``; a seed, where there is one, is shared already."""
+        return replace(self, _entropy=entropy)
 
     def at(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """The generator of one step, the same whenever it is asked for."""
@@ -47,6 +51,24 @@ def _filled(generator: torch.Generator, words: bytes) -> torch.Generator:
     state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS] = slots.view(torch.uint8)
     generator.set_state(state)
     return generator
+
+
+class SharedWords:
+    """Words that only those who hold the key can draw, in step with each other: SHAKE-256 of 32 bytes from the system.
+
+    Each draw replaces the key by a part of its output that is used for nothing else, so that who reads the memory later
+    cannot compute earlier draws.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != 32:
+            raise ValueError(f"the key has {len(key)} bytes; give 32 from os.urandom")
+        self._key = key
+
+    def __call__(self, count: int) -> torch.Tensor:
+        stream = hashlib.shake_256(b"erlangen shared words" + self._key).digest(32 + 8 * count)
+        self._key = stream[:32]
+        return torch.frombuffer(bytearray(stream[32:]), dtype=torch.int64) if count else torch.zeros(0).long()
 
 
 def secure_words(count: int) -> torch.Tensor:

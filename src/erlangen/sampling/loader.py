@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import default_collate
 from erlangen.gradients.rows import RowMap
 from erlangen.sampling.samplers import Sampler
 from erlangen.sampling.units import Units
+from erlangen.workers import Workers
 
 #: told (whose rows, first of its logical batch, last of its logical batch) before each physical batch
 Announce = Callable[[RowMap, bool, bool], None]
@@ -26,14 +27,14 @@ Announce = Callable[[RowMap, bool, bool], None]
 class _Batches:
     """The batch sampler: lists of row indices, and beside them what each physical batch is."""
 
-    def __init__(self, sampler: Sampler, units: Units, limit: int | None) -> None:
-        self.sampler, self.units, self.limit = sampler, units, limit
+    def __init__(self, sampler: Sampler, units: Units, limit: int | None, workers: Workers) -> None:
+        self.sampler, self.units, self.limit, self.workers = sampler, units, limit, workers
         self.coming: deque[tuple[RowMap, bool, bool]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         coming = self.coming
         for _ in range(self.sampler.steps_per_epoch):
-            parts = self.units.physical(self.sampler.draw(), self.limit)
+            parts = self.units.share(self.sampler.draw(), self.limit, self.workers).parts
             for k, (rows, owner) in enumerate(parts):
                 owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
                 coming.append((owners, k == 0, k == len(parts) - 1))
@@ -70,14 +71,18 @@ def _emptied(batch: Any) -> Any:
 
 
 class PrivateLoader(DataLoader):
-    """Behaves as the `DataLoader` it was made from; an epoch has round(N / expected batch) logical batches."""
+    """Behaves as the `DataLoader` it was made from; an epoch has round(N / expected batch) logical batches.
+
+    Of several workers each gets its share of every logical batch, in equally many physical batches.
+    """
 
     def __init__(
-        self, plain: DataLoader, sampler: Sampler, units: Units, limit: int | None, announce: Announce
-    ) -> None:
+        self, plain: DataLoader, sampler: Sampler, units: Units, limit: int | None, announce: Announce,
+        workers: Workers | None = None,
+    ) -> None:  # fmt: skip
         refuse_iterable(plain)
         self.private_sampler, self._announce = sampler, announce
-        self._batches = _Batches(sampler, units, limit)
+        self._batches = _Batches(sampler, units, limit, workers or Workers())
         workers: dict[str, Any] = {}
         if plain.num_workers:
             workers = {"prefetch_factor": plain.prefetch_factor, "persistent_workers": plain.persistent_workers}

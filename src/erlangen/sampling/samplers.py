@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from erlangen.accounting import poisson
-from erlangen.streams import Stream, secure_words
+from erlangen.streams import SharedWords, Stream, secure_words
+from erlangen.workers import Workers
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -37,6 +39,17 @@ class Sampler(ABC):
         self.units, self.expected_batch, self.secure = units, float(expected_batch), secure
         self.step = 0
         self._stream = Stream("sampling", seed, run_id)
+        self._words: Callable[[int], Tensor] = secure_words
+
+    def join(self, workers: Workers) -> None:
+        """From here on all workers draw the same batches, each by itself: one Poisson draw, which they divide.
+
+        The first worker's entropy (or, in secure mode, a fresh key) is sent once; after that nothing is said.
+        """
+        if not workers.alone:
+            key = workers.tell(os.urandom(32))
+            self._stream, self._words = self._stream.sharing(key.hex()), SharedWords(key)
+            self.step = workers.decide(lambda: self.step)
 
     @property
     def sample_rate(self) -> float:
@@ -90,7 +103,7 @@ class PoissonSampler(Sampler):
         if threshold == top:
             return torch.arange(self.units)
         if self.secure:
-            draws = secure_words(self.units) & (top - 1)
+            draws = self._words(self.units) & (top - 1)
         else:
             draws = torch.randint(0, top, (self.units,), generator=self._stream.at(step))
         return torch.nonzero(draws < threshold).flatten()
@@ -126,7 +139,7 @@ class ShuffledBatches(Sampler):
 
     def _permutation(self, epoch: int) -> Tensor:
         if self.secure:  # 64-bit keys: a tie has probability N²/2⁶⁵
-            return torch.argsort(secure_words(self.units))
+            return torch.argsort(self._words(self.units))
         return torch.randperm(self.units, generator=self._stream.at(epoch))
 
     def event(self, release: DpEvent) -> DpEvent:

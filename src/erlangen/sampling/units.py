@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from erlangen.workers import Workers
 
 
 class Units:
@@ -42,8 +46,18 @@ class Units:
             return list(units[:, None])
         return [self._order[self._start[u] : self._start[u + 1]] for u in units.tolist()]
 
-    def physical(self, units: Tensor, limit: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Physical batches (rows, owner of each row) of at most ``limit`` rows; a unit is never split."""
+    def physical(self, units: Tensor, limit: int | None, padded: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Physical batches (rows, owner of each row) of at most ``limit`` rows; a unit is never split.
+
+        With ``padded`` every batch has exactly ``limit`` rows (a unit with more rows than that, the next multiple): row 0
+        stands in where there is none, its owner is −1 and it contributes nothing.
+        """
+        if padded and not limit:
+            raise ValueError("padding needs the number of rows to pad to: give limit")
+        parts = self._cut(units, limit)
+        return [_filled(rows, owner, limit) for rows, owner in parts] if padded and limit else parts
+
+    def _cut(self, units: Tensor, limit: int | None) -> list[tuple[Tensor, Tensor]]:
         if not self.grouped:
             parts = units.split(limit) if limit and len(units) else (units,)
             return [(part, part) for part in parts]
@@ -56,6 +70,45 @@ class Units:
             batches[-1].append((rows, unit))
             size += len(rows)
         return [_join(batch) for batch in batches]
+
+    def share(self, units: Tensor, limit: int | None, workers: Workers, padded: bool = False) -> Share:
+        """What this worker does of a logical batch. Each unit, with all its rows, is one worker's; some may get none.
+
+        All workers get equally many physical batches (empty ones at the end), so that they stay in step.
+        """
+        ends = self._ends(units, workers.count)
+        start = int(ends[workers.rank])
+        sizes = self._sizes(units)
+        total, before = int(sizes.sum()), int(sizes[:start].sum())
+        cut = lambda k: self.physical(units[int(ends[k]) : int(ends[k + 1])], limit, padded)  # noqa: E731
+        parts = cut(workers.rank)
+        longest = max(len(cut(k)) for k in range(workers.count)) if limit and not workers.alone else len(parts)
+        parts += self.physical(units[:0], limit, padded) * (longest - len(parts))
+        return Share(parts, before, total)
+
+    def _sizes(self, units: Tensor) -> Tensor:
+        """How many rows each of these units has."""
+        return torch.ones(len(units), dtype=torch.long) if self._start is None else self._start.diff()[units]
+
+    def _ends(self, units: Tensor, count: int) -> Tensor:
+        """Where to cut a batch so that each of ``count`` consecutive parts has about as many rows."""
+        rows = torch.cat([torch.zeros(1, dtype=torch.long), self._sizes(units).cumsum(0)])
+        wanted = torch.tensor([int(rows[-1]) * k // count for k in range(count + 1)])
+        return torch.searchsorted(rows, wanted)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One worker's part of a logical batch: its physical batches, and where its rows lie among the rows of all."""
+
+    parts: list[tuple[Tensor, Tensor]]
+    start: int
+    total: int
+
+
+def _filled(rows: Tensor, owner: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    missing = limit * max(1, -(-len(rows) // limit)) - len(rows)
+    return F.pad(rows, (0, missing)), F.pad(owner, (0, missing), value=-1)
 
 
 def _join(batch: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,133 @@
+"""One release by several workers, and the wrappers that distributed scripts put around a module.
+
+Each worker clips and sums its own records. The sums go to the first worker, which writes the release down, draws the only
+noise there is, and sends the private gradient to all. So sensitivity, noise and event are those of a single process, for
+every mechanism and noise source, and the number of workers can change between two steps. The others never hold a sum
+that is not their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from erlangen.mechanisms.base import Mechanism
+from erlangen.workers import Workers
+
+if TYPE_CHECKING:
+    from erlangen.private import PrivateTraining
+
+#: steps between two comparisons of the workers' weights
+COMPARE_EVERY = 50
+
+
+class Private(NamedTuple):
+    """A private gradient by parameter name, and the variance of its noise where an optimizer asks for it."""
+
+    gradient: dict[str, Tensor]
+    variances: dict[str, Any] | None
+
+
+def release(training: PrivateTraining) -> Private:
+    """What `PrivateTraining.noised` returns on the first worker, on every worker."""
+    workers, mechanism = training.workers, training.mechanism
+    made: list[Private] = []
+    mechanism.merge(workers.add_up)
+    news = workers.decide(lambda: _made(training, made))
+    if workers.first:
+        private = made[0]
+    else:
+        private = _followed(training, news)
+    gradient, variances = private
+    names = list(gradient)
+    flat = [gradient[n] for n in names] + ([variances[n] for n in names] if variances is not None else [])
+    sent = workers.send(flat)
+    variances = None if variances is None else dict(zip(names, sent[len(names) :], strict=True))
+    return Private(dict(zip(names, sent[: len(names)], strict=True)), variances)
+
+
+def _made(training: PrivateTraining, made: list[Private]) -> dict[str, Any]:
+    """On the first worker: the release, and what the others have to know about it."""
+    gradient, variances = training.noised()
+    if variances is not None:
+        variances = {n: torch.as_tensor(v).to(gradient[n]).expand_as(gradient[n]) for n, v in variances.items()}
+    made.append(Private(gradient, variances))
+    state = _state(training.mechanism)
+    changed, training.known = state != training.known, state
+    return {
+        "sigma": training.mechanism.noise_multiplier,
+        "variances": variances is not None,
+        "state": state if changed else None,
+    }
+
+
+def _followed(training: PrivateTraining, news: dict[str, Any]) -> Private:
+    """On the others: books and mechanism as the first one has them, and room for what it sends."""
+    mechanism = training.mechanism
+    if news["sigma"] != mechanism.noise_multiplier:
+        raise ValueError(
+            f"the noise multiplier is {mechanism.noise_multiplier} on rank {training.workers.rank} and {news['sigma']} on "
+            "the first worker: change it on all workers alike"
+        )
+    training.account()
+    if news["state"] is not None:
+        mechanism.load_state_dict({**news["state"], "noise": mechanism.noise.state_dict()})
+    return Private(mechanism._zeros(), mechanism._zeros() if news["variances"] else None)
+
+
+def _state(mechanism: Mechanism) -> dict[str, Any]:
+    """What clipping may depend on. The state of the noise stays where the noise is."""
+    return {key: value for key, value in mechanism.state_dict().items() if key != "noise"}
+
+
+def compare(training: PrivateTraining, step: int) -> None:
+    """Now and then: are all weights still the same, bit for bit?"""
+    if not training.workers.alone and step % COMPARE_EVERY == 1:
+        training.workers.require_equal_weights(training.tape.parameters, step)
+
+
+def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:
+    if not workers.alone and type(mechanism).merge is Mechanism.merge:
+        raise ValueError(
+            f"mechanism {mechanism.name!r} does not say which sums its workers add up (merge() is not defined): train it in "
+            "one process, or define merge()"
+        )
+
+
+# --- wrappers ------------------------------------------------------------------------------------------------------
+
+_QUIET = {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside `DistributedDataParallel`; the others' gradients are never plain, so nothing else can be."""
+    if isinstance(module, DistributedDataParallel):
+        return module.module
+    if isinstance(module, DataParallel):
+        raise ValueError(
+            "nn.DataParallel copies the module on every call: per-sample gradients of the copies are lost. Start one "
+            "process per device with torchrun, and pass the plain module"
+        )
+    sharded = [name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"]
+    if sharded or type(module).__name__ in ("FullyShardedDataParallel", "FSDP"):
+        raise ValueError(
+            f"{sharded[0] if sharded else type(module).__name__} is sharded over processes (FSDP): clipping needs every "
+            "layer's part of a record's gradient in one place, and that is not proved for shards. Pass the plain module "
+            "(its gradients are added up without DDP), with max_physical_batch to save memory; weights and one sum of "
+            "gradients have to fit on each device"
+        )
+    return module
+
+
+def silence(module: nn.Module) -> dict[str, Any]:
+    """Stop DDP's own all-reduce: it would average what is already the same everywhere, and wait for equal counts of
+    forward passes. Returns what to set again."""
+    if not isinstance(module, DistributedDataParallel):
+        return {}
+    before = {name: getattr(module, name) for name in _QUIET}
+    for name, value in _QUIET.items():
+        setattr(module, name, value)
+    return before
