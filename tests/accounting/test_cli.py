@@ -6,33 +6,26 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import erlangen.accounting as acc
 from erlangen.accounting import certificate as cert
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
-from erlangen.cli.accounting import register
+from erlangen.cli.main import app as application
 
 STEP = Release(acc.poisson(0.01, acc.gaussian(1.0)), 1.0, 1.0, 0.01, mechanism="iso")
 
 
-@pytest.fixture(scope="module")
-def app() -> typer.Typer:
-    application = typer.Typer()
-    register(application)
-    return application
-
-
 @pytest.fixture
-def call(app):
-    def run(*arguments: object, code: int = 0):
-        result = CliRunner().invoke(app, [str(a) for a in arguments])
+def call():
+    def run(*arguments: object, code: int = 0, words: str = ""):
+        result = CliRunner().invoke(application, [str(a) for a in arguments])
         assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
         assert "Traceback" not in result.output
+        assert words in result.stderr
         if code:
             assert result.stderr.strip()
-        return json.loads(result.stdout) if "--json" in arguments and result.stdout else result.stdout
+        return json.loads(result.stdout) if "--json" in arguments else result.stdout
 
     return run
 
@@ -78,15 +71,8 @@ def test_account_of_an_opacus_history(call, tmp_path):
         assert out["epsilon"]["rdp"] == pytest.approx(2.101367, abs=1e-6)
     for bad in ("{}", "[[1]]", "[[1.0, 2.0, 3]]", "nonsense"):
         file.write_text(bad)
-        result = CliRunner().invoke(_app(), ["account", "--opacus-history", str(file)])
-        assert result.exit_code in (1, 2)
-        assert result.stderr
-
-
-def _app() -> typer.Typer:
-    application = typer.Typer()
-    register(application)
-    return application
+        call("account", "--opacus-history", file, code=2)
+    call("account", "--opacus-history", tmp_path / "nowhere.json", code=2, words="nowhere.json")
 
 
 def test_account_over_runs(call, run_folder):
@@ -117,7 +103,7 @@ def test_calibrate(call):
 
 def test_verify(call, run_folder):
     path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
-    assert call("verify", path, "--json") == {"file": str(path), "valid": True, "problems": []}
+    assert call("verify", path, "--json") == {"file": str(path), "valid": True, "problems": [], "notes": []}
     path.write_text(path.read_text().replace('"pld": 1.8', '"pld": 1.7'))
     out = call("verify", path, "--json", code=1)
     assert not out["valid"]
@@ -132,8 +118,8 @@ def test_sign(call, run_folder, tmp_path):
     public = call("sign", path, "--key", key, "--new-key", "--json")["public_key"]
     assert call("verify", path, "--public-key", public, "--json")["valid"]
     call("verify", path, "--public-key", "00" * 32, code=1)
-    call("sign", path, "--key", key, "--new-key", code=1)  # never replaces a key
-    call("sign", path, "--key", tmp_path / "nowhere.pem", code=1)
+    call("sign", path, "--key", key, "--new-key", code=2)  # never replaces a key
+    call("sign", path, "--key", tmp_path / "nowhere.pem", code=2, words="no key at")
     path.write_text(path.read_text().replace('"sampler": null', '"sampler": "Poisson"'))
     call("verify", path, code=1)
     call("sign", path, "--key", key, code=1)
@@ -156,18 +142,77 @@ def test_sign(call, run_folder, tmp_path):
         (["calibrate", "--epsilon", "1", "--sample-rate", "0.1"], 2),
         (["calibrate", "--epsilon", "-1", "--sample-rate", "0.1", "--steps", "3"], 2),
         (["calibrate", "--epsilon", "1", "--sample-rate", "0.1", "--steps", "3", "--method", "x"], 2),
-        (["account", "no-such-run"], 1),
-        (["inspect", "no-such-run"], 1),
-        (["verify", "no-such-file"], 1),
+        (["account", "no-such-run"], 2),
+        (["inspect", "no-such-run"], 2),
+        (["verify", "no-such-file"], 2),
+        (["verify"], 2),
+        (["verify", "x", "--frobnicate"], 2),
         (["nonsense"], 2),
     ],
 )
 def test_misuse_and_failure(call, arguments, code):
     call(*arguments, code=code)
-    call(*arguments, "--json", code=code)
+    assert list(call(*arguments, "--json", code=code)) == ["error"]
 
 
 def test_a_lone_copy_is_refused_until_accepted(call, run_folder):
     copy_path(run_folder / "ledger.jsonl").unlink()
     call("account", run_folder, code=1)
     assert call("account", run_folder, "--single-copy", "--json")["epsilon"]["pld"] > 1.8
+    path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl", single_copy=True), 1e-5), run_folder)
+    call("verify", path, code=1, words="only one exists")
+    accepted = call("verify", path, "--single-copy", "--json")
+    assert accepted["valid"]
+    assert "missing" in accepted["notes"][0]
+    call("inspect", path, "--single-copy")
+
+
+def test_verify_says_that_a_copy_was_damaged(call, run_folder):
+    """A copy that is behind changes no count; a torn record counts a block more, which the certificate does not have."""
+    ledger = run_folder / "ledger.jsonl"
+    path = cert.save(cert.build(read_ledger(ledger), 1e-5), run_folder)
+    whole = ledger.read_bytes()
+    ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    out = call("verify", path, "--json", words="damaged and repaired")
+    assert out["valid"]
+    assert "behind the other copy" in out["notes"][0]
+    ledger.write_bytes(whole + b"[0,12")
+    out = call("verify", path, "--json", code=1, words="torn")
+    assert "the ledger counts" in out["problems"][0]
+    assert "torn" in out["notes"][0]
+    Ledger.open(ledger).close()  # repairs, and keeps the note
+    path = cert.save(cert.build(read_ledger(ledger), 1e-5), run_folder)
+    assert "torn" in call("verify", path, "--json", words="damaged and repaired")["notes"][0]
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "account", "sign"])
+def test_what_is_no_certificate_or_ledger_is_said_by_name(call, tmp_path, run_folder, command):
+    words, text, empty = tmp_path / "notes.txt", tmp_path / "some.json", tmp_path / "empty"
+    words.write_text("not what you think\n")
+    text.write_text('{"a": 1}')
+    empty.mkdir()
+    more = ["--key", "k.pem"] if command == "sign" else []
+    for thing in (words, text, empty):
+        message = call(command, thing, *more, "--json", code=2)["error"]
+        assert str(thing) in message
+    if command in ("verify", "sign"):
+        assert "is a folder" in call(command, run_folder, *more, "--json", code=2)["error"]
+    else:
+        assert "not a ledger" in call(command, words, "--json", code=2)["error"]
+
+
+def test_validation_releases_count_for_their_data(call, run_folder):
+    before = call("account", run_folder, "--json")["epsilon"]["pld"]
+    with Ledger.create(run_folder / "validation-ledger.jsonl", data="digits", block=1) as ledger:
+        ledger.spend(Release(acc.gaussian(5.0)), 2)
+    out = call("account", run_folder, "--json")
+    assert len(out["data_sets"]) == 1
+    assert out["epsilon"]["pld"] > before
+
+
+def test_calibrate_says_why_no_step_fits(call):
+    never = ("calibrate", "--epsilon", 0.5, "--sample-rate", 0.5, "--noise-multiplier", 0.3)
+    assert "one step alone costs" in call(*never)
+    out = call(*never, "--json")
+    assert out["steps"] == 0
+    assert "one step alone costs" in out["why"]

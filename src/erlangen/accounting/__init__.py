@@ -10,7 +10,7 @@ from .accountant import Accountant, from_opacus
 from .attacker import gdp_mu, tradeoff
 from .budget import Budget
 from .calibrate import max_steps, noise_multiplier
-from .certificate_check import verify
+from .certificate_check import examine, verify
 from .compose import Spent, compose_runs, ledger_path
 from .epsilon import AccountingError, Method, Neighbouring, delta, epsilon
 from .events import (
@@ -27,7 +27,7 @@ from .events import (
     to_json,
 )
 from .ledger import Ledger, read_ledger
-from .ledger_format import Book, LedgerError, Release
+from .ledger_format import Book, LedgerError, NotALedger, Release
 
 __all__ = [
     "Accountant",
@@ -39,6 +39,7 @@ __all__ = [
     "LedgerError",
     "Method",
     "Neighbouring",
+    "NotALedger",
     "Release",
     "Spent",
     "certificate",
@@ -46,6 +47,7 @@ __all__ = [
     "composed",
     "delta",
     "epsilon",
+    "examine",
     "from_json",
     "from_opacus",
     "gaussian",

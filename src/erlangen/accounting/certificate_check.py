@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +44,70 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What distrust found: `problems` contradict the certificate; `notes` are damage to its ledger that was made good."""
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
 def verify(
     path: str | os.PathLike[str],
     public_key: str | None = None,
     ledger: str | os.PathLike[str] | None = None,
+    single_copy: bool = False,
 ) -> list[str]:
     """Problems of the certificate at `path`; an empty list means that every recomputed value agrees.
 
     With `public_key` (hexadecimal) a valid signature by that key is required. The ledger given, or lying beside the
-    certificate, must not count more than the certificate does.
+    certificate, must not count more than the certificate does; with one copy missing that is a problem, too, unless
+    `single_copy` accepts it.
     """
+    return list(examine(path, public_key, ledger, single_copy).problems)
+
+
+def examine(
+    path: str | os.PathLike[str],
+    public_key: str | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+    single_copy: bool = False,
+) -> Verdict:
+    """As `verify`, with what was damaged in the ledger and repaired."""
     try:
         document = load(path)
     except strict_json.DocumentError as error:
-        return [str(error)]
+        return Verdict((str(error),))
     beside = Path(path).parent / "ledger.jsonl"
     found = Path(ledger) if ledger is not None else beside if beside.exists() or copy_path(beside).exists() else None
-    return check(document, public_key, found)
+    return _judge(document, public_key, found, single_copy)
 
 
 def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:
     """As `verify`, for a parsed document."""
+    return list(_judge(document, public_key, ledger, False).problems)
+
+
+def _judge(document: Mapping[str, Any], public_key: str | None, ledger: Path | None, single_copy: bool) -> Verdict:
     problems = _shape(document)
     if problems:
-        return problems
+        return Verdict(tuple(problems))
     problems += _signature(dict(document), public_key)
     releases, trouble = _releases(document["releases"])
     if trouble:
-        return problems + trouble
+        return Verdict((*problems, *trouble))
     problems += _consistency(document, releases)
     problems += _recompute(document, releases)
-    if ledger is not None:
-        problems += _against_ledger(document, releases, ledger)
-    return problems
+    stated = document["ledger"].get("notes")
+    notes = [note for note in stated if isinstance(note, str)] if isinstance(stated, list) else []
+    if ledger is None:
+        return Verdict(tuple(problems), tuple(notes))
+    try:
+        book = read_ledger(ledger, single_copy)
+    except (LedgerError, ValueError, OSError) as error:
+        return Verdict((*problems, f"ledger: {error}"), tuple(notes))
+    notes += [note for note in book.notes if note not in notes]
+    return Verdict((*problems, *_against_ledger(document, releases, book)), tuple(notes))
 
 
 def _shape(document: Mapping[str, Any]) -> list[str]:
@@ -183,11 +215,7 @@ def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]])
     return problems
 
 
-def _against_ledger(document: Mapping[str, Any], releases: list[tuple[Release, int]], path: Path) -> list[str]:
-    try:
-        book: Book = read_ledger(path)
-    except (LedgerError, ValueError, OSError) as error:
-        return [f"ledger: {error}"]
+def _against_ledger(document: Mapping[str, Any], releases: list[tuple[Release, int]], book: Book) -> list[str]:
     if book.run != document["run"]:
         return [f"the ledger is of run {book.run}, the certificate of {document['run']}"]
     certified: dict[str, int] = {}

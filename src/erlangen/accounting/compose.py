@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .epsilon import Method, Neighbouring, epsilon
-from .ledger import LedgerError, read_ledger
+from .ledger import LedgerError, copy_path, read_ledger
 from .ledger_format import Book
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-LEDGER_NAME = "ledger.jsonl"
+LEDGER_NAME, VALIDATION_NAME = "ledger.jsonl", "validation-ledger.jsonl"
 UNKNOWN = "unknown"
 """Runs without a fingerprint are added up together: they may have used the same data."""
 
@@ -61,11 +61,18 @@ def ledger_path(run: str | os.PathLike[str]) -> Path:
     return path / LEDGER_NAME if path.is_dir() else path
 
 
+def ledgers_of(run: str | os.PathLike[str]) -> list[Path]:
+    """Every ledger of a run: of its training, and of the private validation records it was tried on."""
+    beside = Path(run) / VALIDATION_NAME
+    found = beside.exists() or copy_path(beside).exists()
+    return [ledger_path(run), *([beside] if found else [])]
+
+
 def compose_runs(runs: Sequence[str | os.PathLike[str]], single_copy: bool = False) -> list[Spent]:
     """What each data set has spent over these runs. A ledger named twice counts once; a copied run counts again."""
     books: dict[Path, Book] = {}
-    for run in runs:
-        path = ledger_path(run).resolve()
+    for ledger in (ledger for run in runs for ledger in ledgers_of(run)):
+        path = ledger.resolve()
         if path not in books:
             books[path] = read_ledger(path, single_copy)
     groups: dict[str, list[Book]] = {}

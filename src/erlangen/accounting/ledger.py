@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from . import ledger_format as fmt
 from . import strict_json
-from .ledger_format import Book, LedgerError, Release
+from .ledger_format import Book, LedgerError, NotALedger, Release
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -32,7 +33,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Book", "Ledger", "LedgerError", "Release", "copy_path", "read_ledger"]
+__all__ = ["Book", "Ledger", "LedgerError", "NotALedger", "Release", "copy_path", "read_ledger"]
 
 
 def copy_path(path: str | os.PathLike[str]) -> Path:
@@ -46,6 +47,9 @@ def read_ledger(path: str | os.PathLike[str], single_copy: bool = False) -> Book
     With one copy missing, records may be missing too: that is an error unless `single_copy` accepts it.
     """
     found = _find(Path(path), single_copy)
+    if found.notes and _is_live(Path(path)):  # between its two writes, perhaps; damage stays
+        time.sleep(0.05)
+        found = _find(Path(path), single_copy)
     return _with_torn(found)[0]
 
 
@@ -57,6 +61,8 @@ class Ledger:
         self.path = path
         self.limit: int | None = None
         """Most steps to reserve from here on, over all kinds (a budget); reservations never run past it."""
+        self.damage: tuple[str, ...] = ()
+        """What `open` found damaged and repaired."""
         self._book = book
         self._lock = lock
         self._files = [os.open(p, os.O_WRONLY | os.O_APPEND | _CLOEXEC) for p in (path, copy_path(path))]
@@ -124,6 +130,7 @@ class Ledger:
             _restore(target, found.good)
             book, line = _with_torn(found)
             ledger = cls(target, found.book, lock)
+            ledger.damage = found.notes
             if line:
                 ledger._write(line, book)
             ledger._append({"session": "resumed", "time": _now()})
@@ -266,6 +273,9 @@ class Ledger:
             # What reached the disk is unknown: the next `open` finds out, and counts in doubt.
             self._state = "broken by a failed write"
             raise _cannot("write", self.path, error) from None
+        except BaseException:  # Ctrl-C between the two copies: nothing may be appended to what is now uneven
+            self._state = "broken by an interrupted write"
+            raise
         self._book = book
 
 
@@ -278,8 +288,11 @@ def _find(path: Path, single_copy: bool) -> fmt.Reconciled:
     """Both copies, reconciled."""
     first, second = (strict_json.read_bytes(p, "ledger") if p.exists() else None for p in (path, copy_path(path)))
     if first is None and second is None:
-        raise LedgerError(f"no ledger at {path}")
-    found = fmt.reconcile(first, second)
+        raise NotALedger(f"no ledger at {path}; name the folder of a run, or its ledger.jsonl")
+    try:
+        found = fmt.reconcile(first, second)
+    except LedgerError as error:
+        raise type(error)(f"{path}: {error}") from None
     if found.missing and not single_copy:
         raise LedgerError(
             f"of {path} and {copy_path(path).name} only one exists; the other may have held later releases: "
@@ -356,6 +369,20 @@ def _acquire(path: Path) -> IO[str]:
             lock.close()
             raise LedgerError(f"another process is writing {path}; wait for it, or use another run folder") from None
     return lock
+
+
+def _is_live(path: Path) -> bool:
+    """Whether a process holds the ledger's lock at this moment."""
+    if fcntl is None:
+        return False
+    try:
+        with open(f"{path}.lock", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> LedgerError:

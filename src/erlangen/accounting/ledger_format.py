@@ -36,6 +36,10 @@ class LedgerError(RuntimeError):
     """The ledger cannot be read or written; nothing must be released until it can."""
 
 
+class NotALedger(LedgerError, ValueError):
+    """There is no ledger where one was named."""
+
+
 @dataclass(frozen=True)
 class Release:
     """What one release is: its event (sampling included) and the facts a reader of the ledger wants beside it."""
@@ -300,6 +304,8 @@ def reconcile(first: bytes | None, second: bytes | None) -> Reconciled:
     """
     copies = [(name, parse(data)) for name, data in (("ledger", first), ("second copy", second)) if data is not None]
     clean = [(name, parsed) for name, parsed in copies if parsed.clean]
+    if any((first, second)) and not any(data and looks_like_one(data) for data in (first, second)):
+        raise NotALedger("the file is not a ledger: it does not begin as one")
     if not clean:
         trouble = "; ".join(f"{name}: {parsed.trouble}" for name, parsed in copies) or "no ledger there"
         raise LedgerError(
@@ -328,6 +334,11 @@ def reconcile(first: bytes | None, second: bytes | None) -> Reconciled:
     if len(copies) < 2:
         notes.append("one of the two copies is missing")
     return Reconciled(book, best.good, torn, tuple(notes), missing=len(copies) < 2)
+
+
+def looks_like_one(data: bytes) -> bool:
+    """Whether a file was ever a ledger, damaged or not: its header says so, or some of its lines carry checksums."""
+    return b'"ledger":' in data[:4096] or any(_LINE.match(line) for line in data[:65536].splitlines())
 
 
 def _last_kind(good: bytes, book: Book) -> int:

@@ -1,9 +1,7 @@
 """`erlangen account`, `calibrate`, `verify`, `inspect`, `sign`: parse, call `erlangen.accounting`, print.
 
-`--json` prints exactly one JSON object on stdout. Exit code 2 for misuse, 1 for failure; errors go to stderr.
+`--json` prints exactly one JSON object on stdout; how commands end is in `manners`.
 """
-
-
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
 from erlangen import accounting as acc
+from erlangen.cli.manners import Misuse
 
 JSON = typer.Option(False, "--json", help="Print one JSON object on stdout.")
 DELTA = typer.Option(1e-5, "--delta", help="Target δ; below 1/(number of records) is usual.")
@@ -33,33 +31,6 @@ def register(app: typer.Typer) -> None:
     app.command("sign")(sign)
 
 
-class _Misuse(Exception):
-    """The command line does not make sense."""
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn errors into one line on stderr and an exit code: 2 for misuse, 1 for failure."""
-
-    @wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-        except typer.Exit:
-            raise
-        except (_Misuse, acc.AccountingError, acc.EventError) as error:
-            _stop(error, 2)
-        except (acc.LedgerError, ValueError, OSError, RuntimeError, ArithmeticError, MemoryError) as error:
-            _stop(error, 1)
-
-    return run
-
-
-def _stop(error: BaseException, code: int) -> NoReturn:
-    print(f"erlangen: {str(error) or type(error).__name__}", file=sys.stderr)
-    raise typer.Exit(code)
-
-
-@_guarded
 def account(
     runs: list[Path] | None = typer.Argument(None, help="Run folders or ledgers to add up, per data fingerprint."),
     sample_rate: float | None = typer.Option(None, help="Poisson sampling probability q."),
@@ -81,17 +52,17 @@ def account(
     given = {"--sample-rate": sample_rate, "--noise-multiplier": noise_multiplier, "--steps": steps}
     present = [name for name, value in given.items() if value is not None]
     if bool(runs) + bool(present) + (opacus_history is not None) != 1:
-        raise _Misuse("name run folders, or give --sample-rate, --noise-multiplier and --steps, or --opacus-history")
+        raise Misuse("name run folders, or give --sample-rate, --noise-multiplier and --steps, or --opacus-history")
     if runs:
         if repeat_mean is not None:
-            raise _Misuse("--repeat-mean prices a search that is still to be run; the ledgers of runs are added up")
+            raise Misuse("--repeat-mean prices a search that is still to be run; the ledgers of runs are added up")
         _print(_account_runs(runs, delta, single_copy), as_json, _show_runs)
         return
     if opacus_history is not None:
         pairs = list(acc.from_opacus(_opacus(opacus_history)).history)
     else:
         if len(present) < 3:
-            raise _Misuse(f"missing {', '.join(name for name in given if name not in present)}")
+            raise Misuse(f"missing {', '.join(name for name in given if name not in present)}")
         assert sample_rate is not None
         assert noise_multiplier is not None
         assert steps is not None
@@ -105,7 +76,6 @@ def account(
     _print(result, as_json, _show_price)
 
 
-@_guarded
 def calibrate(
     epsilon: float = typer.Option(..., help="Target ε."),
     delta: float = DELTA,
@@ -117,7 +87,7 @@ def calibrate(
 ) -> None:
     """The noise that reaches a target ε, or the steps that fit under it."""
     if (steps is None) == (noise_multiplier is None):
-        raise _Misuse("give --steps (to find the noise) or --noise-multiplier (to find the steps)")
+        raise Misuse("give --steps (to find the noise) or --noise-multiplier (to find the steps)")
     by: Any = method
     if steps is not None:
         noise_multiplier = acc.noise_multiplier(epsilon, delta, sample_rate, steps, by)
@@ -129,30 +99,56 @@ def calibrate(
     result = {"answer": answer, "noise_multiplier": noise_multiplier, "steps": steps, "sample_rate": sample_rate}
     pairs = [(acc.poisson(sample_rate, acc.gaussian(noise_multiplier)), steps)]
     result |= {"target_epsilon": epsilon, "method": method, **_priced(pairs, delta, "add-or-remove-one")}
+    if steps == 0:
+        one = _priced([(pairs[0][0], 1)], delta, "add-or-remove-one")["epsilon"][method]
+        result["why"] = (
+            f"one step alone costs ε = {_eps(one)} at σ = {noise_multiplier:g} and q = {sample_rate:g}; "
+            "use more noise, a smaller sample rate or a larger ε"
+        )
     _print(result, as_json, _show_calibration)
 
 
-@_guarded
 def verify(
     file: Path = typer.Argument(..., help="certificate.json"),
     public_key: str | None = typer.Option(None, help="Require a signature by this Ed25519 key (hexadecimal)."),
     ledger: Path | None = typer.Option(None, help="Compare with this ledger (default: the one beside the file)."),
+    single_copy: bool = SINGLE,
     as_json: bool = JSON,
 ) -> None:
     """Recompute a certificate from its events; exit 1 on any inconsistency."""
-    problems = acc.verify(file, public_key, ledger)
-    result = {"file": str(file), "valid": not problems, "problems": problems}
+    _certificate(file)
+    if ledger is not None:
+        ledger = acc.ledger_path(ledger)
+    found = acc.examine(file, public_key, ledger, single_copy)
+    result = {"file": str(file), "valid": not found.problems, "problems": list(found.problems), "notes": list(found.notes)}
     if as_json:
         print(json.dumps(result))
-    elif not problems:
+    elif not found.problems:
         print(f"{file}: every recomputed value agrees")
-    for problem in problems:
+    for problem in found.problems:
         print(f"erlangen: {file}: {problem}", file=sys.stderr)
-    if problems:
+    for note in found.notes:
+        print(f"erlangen: {file}: the ledger was damaged and repaired: {note}", file=sys.stderr)
+    if found.problems:
         raise typer.Exit(1)
 
 
-@_guarded
+def _certificate(file: Path) -> dict[str, Any]:
+    """The certificate in a file that at least looks like one."""
+    if file.is_dir():
+        inside = file / "certificate.json"
+        raise Misuse(f"{file} is a folder; give the certificate" + (f": {inside}" if inside.exists() else ", a JSON file"))
+    if not file.exists():
+        raise Misuse(f"no file at {file}; give the certificate.json of a finished run")
+    try:
+        document = acc.certificate.load(file)
+    except acc.certificate.strict_json.DocumentError as error:
+        raise Misuse(f"{file} is not a certificate: {error}") from None
+    if "schema" not in document:
+        raise Misuse(f"{file} is not a certificate: it has no field 'schema'; give the certificate.json of a finished run")
+    return document
+
+
 def inspect(
     run: Path = typer.Argument(..., help="Run folder, ledger or certificate.json."),
     delta: float = DELTA,
@@ -161,12 +157,14 @@ def inspect(
 ) -> None:
     """What a run's ledger (or a certificate) says, in words."""
     if run.suffix == ".json" and run.is_file():
-        certificate = acc.certificate.load(run)
-        problems = acc.verify(run)
+        certificate = _certificate(run)
+        problems = acc.verify(run, single_copy=single_copy)
         if problems:
             raise acc.LedgerError(f"{run} does not verify: {problems[0]}; see erlangen verify")
         _print(certificate, as_json, _show_certificate)
         return
+    if not run.exists():
+        raise Misuse(f"nothing at {run}; name the folder of a run, its ledger.jsonl or its certificate.json")
     book = acc.read_ledger(acc.ledger_path(run), single_copy)
     result = {
         "run": book.run,
@@ -180,7 +178,6 @@ def inspect(
     _print(result, as_json, _show_ledger)
 
 
-@_guarded
 def sign(
     file: Path = typer.Argument(..., help="certificate.json"),
     key: Path = typer.Option(..., help="Ed25519 private key (PEM)."),
@@ -188,6 +185,9 @@ def sign(
     as_json: bool = JSON,
 ) -> None:
     """Sign a certificate that verifies, so that later changes can be detected."""
+    _certificate(file)
+    if not new_key and not key.is_file():
+        raise Misuse(f"no key at {key}; give the file of an Ed25519 private key, or make one with --new-key")
     problems = acc.verify(file)
     if problems:
         raise acc.LedgerError(f"{file} does not verify, so it is not signed: {problems[0]}")
@@ -223,6 +223,8 @@ def _account_runs(runs: list[Path], delta: float, single_copy: bool) -> dict[str
     for group in acc.compose_runs(runs, single_copy):
         price = _priced(group.pairs(), delta, group.neighbouring)
         notes = [note for book in group.books for note in book.notes]
+        if len(group.units) > 1:
+            notes.append(f"the runs protect different units ({', '.join(group.units)}): ε holds for the smallest of them only")
         spent.append({"data": group.fingerprint, "runs": group.runs, "steps": group.steps, "unit": group.units} | price)
         spent[-1]["notes"] = notes
     out: dict[str, Any] = {"data_sets": spent, "delta": delta}
@@ -274,6 +276,9 @@ def _show_runs(result: dict[str, Any]) -> None:
 def _show_calibration(result: dict[str, Any]) -> None:
     if result["answer"] == "steps":
         print(f"{result['steps']} steps fit under ε = {result['target_epsilon']:g}")
+        if result["steps"] == 0:
+            print(f"why: {result['why']}")
+            return
     else:
         print(f"noise multiplier {result['noise_multiplier']:.6g} reaches ε = {result['target_epsilon']:g}")
     _show_price(result)

@@ -1,17 +1,16 @@
-"""``erlangen``: the commands. Exit code 0 for success, 2 for misuse, 1 for failure; never a traceback."""
+"""``erlangen``: the commands. How they end is in `manners`."""
 
 from __future__ import annotations
-
-import os
-import sys
 
 import typer
 
 import erlangen
 from erlangen.cli import accounting, audit, reproduce, train, validate
+from erlangen.cli.manners import Polite
 
 app = typer.Typer(
     name="erlangen",
+    cls=Polite,
     help="Geometry-aware differentially private deep learning.",
     no_args_is_help=True,
     add_completion=False,
@@ -41,22 +40,7 @@ audit.register(app)
 
 
 def main() -> None:
-    try:
-        app()
-    except KeyboardInterrupt:
-        print("erlangen: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, TypeError) as error:  # the user's values: configuration, data, models
-        _fail(error, 2)
-    except Exception as error:
-        _fail(error, 130 if type(error).__name__ == "Interrupted" else 1)
-
-
-def _fail(error: Exception, code: int) -> None:
-    if os.environ.get("ERLANGEN_DEBUG"):
-        raise error
-    print(f"erlangen: {error}", file=sys.stderr)
-    sys.exit(code)
+    app()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""How commands end: 0 for success, 2 for misuse, 1 for failure, 130 for Ctrl-C; one line on stderr, never a traceback.
+
+With ``--json`` a failed command prints exactly one object on stdout, ``{"error": …}``, besides the line on stderr. A command that
+has printed its own object (`verify` and its problems) ends with ``typer.Exit(code)`` instead of an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+#: the user's values and files; everything else is a failure of the work itself
+_MISUSE = (ValueError, TypeError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+class Misuse(ValueError):
+    """The command line does not make sense; the message names the thing, the value and the cure."""
+
+
+class Polite(TyperGroup):
+    """A group of commands that end as this module says."""
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any
+    ) -> NoReturn:
+        arguments = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in arguments
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(arguments, prog_name, *rest, **extra)
+        except (KeyboardInterrupt, typer.Abort):
+            code = 130
+        except Exception as error:
+            if os.environ.get("ERLANGEN_DEBUG"):
+                raise
+            sys.exit(_end(error, as_json))
+        if code == 130:
+            _say("interrupted", as_json)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end(error: Exception, as_json: bool) -> int:
+    if hasattr(error, "format_message") and hasattr(error, "show"):  # the parser's own: an unknown option, a missing argument
+        error.show()  # usage, and where to find help
+        if as_json:
+            print(json.dumps({"error": error.format_message()}))
+        return int(getattr(error, "exit_code", 2))
+    _say(_words(error), as_json)
+    if type(error).__name__ == "Interrupted":
+        return 130
+    return 2 if isinstance(error, _MISUSE) else 1
+
+
+def _words(error: Exception) -> str:
+    text = str(error).strip()
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return "out of memory; use a smaller --physical-batch" + (f" ({text})" if text else "")
+    if not text or isinstance(error, (KeyError, IndexError, AttributeError, AssertionError)):  # not written for people
+        return f"{type(error).__name__}: {text or 'no message'} (this is a bug; ERLANGEN_DEBUG=1 shows where)"
+    return text
+
+
+def _say(text: str, as_json: bool) -> None:
+    print(f"erlangen: {text}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": text}))
