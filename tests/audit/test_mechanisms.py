@@ -21,9 +21,7 @@ from erlangen.mechanisms import Fourier, GaussianMechanism, PublishedGReDP, Stre
 
 
 def test_gredp_complex_is_refuted_and_its_exact_price_is_not():
-    # The seed was picked after seed 0 failed the two power bounds (0.89 and 1.24): the search for a direction is weak at
-    # some seeds. Of seeds 0 to 3, only 1 and 3 pass both. It shows what the audit can reach, not what it always does.
-    found = audit_named("gredp", {"as_published": "complex"}, claim_epsilon=1.0, trials=3_000_000, seed=1)
+    found = audit_named("gredp", {"as_published": "complex"}, claim_epsilon=1.0, trials=3_000_000)
     assert found.verdict == VIOLATED
     assert found.exact == pytest.approx(1.465, abs=1e-3)
     assert 0.9 < found.lower_bound["99.9%"] < found.exact
@@ -181,5 +179,5 @@ def test_too_few_trials_are_inconclusive():
 
 def test_misuse_is_named():
     result = CliRunner().invoke(app, ["audit", "mechanism", "nope"])
-    assert result.exit_code != 0
-    assert "nope" in str(result.exception)
+    assert result.exit_code == 2
+    assert "nope" in result.output

@@ -12,6 +12,8 @@ from erlangen.audit.verdict import Evidence
 
 PILOT = 0.2
 CANDIDATES = 60
+#: standard errors by which a threshold must be better than one that is better known
+CAUTION = 1.5
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def best_tail(w: np.ndarray, o: np.ndarray, trials: tuple[int, int], delta: floa
     """The threshold with the largest model-free ε_L on the pilot, far in a tail for small ε.
 
     Quantiles of either world, down to a handful of pilot trials, and either sign are candidates; pilot counts are scaled
-    to the number of trials (with, without) that will be priced.
+    to the number of trials (with, without) that will be priced. A rate seen k times in the pilot is known to 1/√k:
+    standard errors of the logarithm are taken off, or the luckiest of the rarest events would be chosen.
     """
     best, chosen = -math.inf, balanced(w, o)
     for sign in (1.0, -1.0):
@@ -64,10 +67,18 @@ def best_tail(w: np.ndarray, o: np.ndarray, trials: tuple[int, int], delta: floa
                 1 - np.searchsorted(b, value, "right") / len(b),
             )
             scaled = Counts(round(alarms * trials[1]), trials[1], round(missed * trials[0]), trials[0])
-            found = epsilon_lower(scaled, delta, alpha)
+            found = epsilon_lower(scaled, delta, alpha) - CAUTION * _uncertainty(missed, alarms, len(a), len(b))
             if found > best + 1e-9:
                 best, chosen = found, Threshold(sign * value, sign)
     return chosen
+
+
+def _uncertainty(missed: float, alarms: float, with_record: int, without: int) -> float:
+    """One standard error of ln(TPR/FPR) or ln(TNR/FNR), whichever the threshold is for, on the pilot."""
+    there, absent = (1 - missed) * with_record + 0.5, alarms * without + 0.5
+    lost, kept = missed * with_record + 0.5, (1 - alarms) * without + 0.5
+    upper, lower = 1 / there + 1 / absent, 1 / lost + 1 / kept
+    return math.sqrt(upper if absent / without < lost / with_record else lower)
 
 
 def _thresholds(a: np.ndarray, b: np.ndarray) -> list[float]:

@@ -49,6 +49,7 @@ def examples() -> dict[type[nn.Module], Example]:
     """By registered type."""
     from erlangen import equivariant as eq
     from erlangen.circulant import CirculantConv2d, CirculantLinear
+    from erlangen.models.standardised import StandardisedConv2d
 
     fields = eq.regular_fields(eq.cyclic(4), 2)
     vectors = eq.fields(eq.irrep(eq.so2(), 1), 2)
@@ -73,6 +74,7 @@ def examples() -> dict[type[nn.Module], Example]:
         nn.GRU: Example(lambda: _Outputs(nn.GRU(4, 3, batch_first=True)), _floats(5, 4)),
         CirculantLinear: Example(lambda: CirculantLinear(6, 5, 3), _floats(4, 6)),
         CirculantConv2d: Example(lambda: CirculantConv2d(4, 4, 3, 2, padding=1), _floats(4, 5, 5)),
+        StandardisedConv2d: Example(lambda: StandardisedConv2d(4, 6, 3, stride=2, padding=1), _floats(4, 5, 6)),
         eq.SteerableConv2d: Example(
             lambda: eq.SteerableConv2d(fields, fields, 3, padding=1), _floats(fields.size, 6, 6)
         ),

@@ -1,9 +1,4 @@
-"""Monte Carlo on real releases: find the pair and the score that tell most, then count on fresh trials.
-
-1. every pair of the portfolio is tried on a few releases; the most telling five go on;
-2. linear scores (Fisher's discriminant, the likelihood ratio of Gaussians) are fitted on one half of a pilot and compared on the
-   other half, over views of the release: raw, its direction, its projections on canary and others;
-3. the chosen pair and score face fresh trials, which alone enter the bounds (after a share that chooses thresholds).
+"""Monte Carlo on real releases: find the pair and the score that tell most (`search`), then count on fresh trials.
 
 A release is one call of ``release()`` through the real code. Where a mechanism's noise is added by `NoiseSource.perturb`
 coordinate by coordinate to a sum that is otherwise finished, many releases are drawn at once: the sum is computed once by the
@@ -26,6 +21,8 @@ from torch import Tensor
 from erlangen.audit.distinguish import PILOT, balanced, best_tail
 from erlangen.audit.intervals import Counts
 from erlangen.audit.neighbours import Gradients, Pair, flatten, portfolio
+from erlangen.audit.scores import Score, along
+from erlangen.audit.search import choose, pilot_size, planned
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import CONFIDENCE, Claim, Evidence, Finding, conclude
 from erlangen.gradients.tape import PerSampleGradients
@@ -34,7 +31,7 @@ from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.published import Layerwise
 
 CHUNK = 250_000
-LARGEST_PILOT = 1_000_000
+LARGEST_PILOT = 5_000_000
 ROW_WISE = (GaussianMechanism.finish, Layerwise.finish)
 #: told how many releases are done, of how many
 Progress = Callable[[int, int], None]
@@ -115,129 +112,21 @@ class Releaser:
         return torch.cat([t.reshape(count, -1) for t in m.finish(m.expected_batch).values()], 1)
 
 
-# --- scores ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Score:
-    """A view of the release and a linear function of it."""
-
-    view: str
-    weights: np.ndarray
-    pair: Pair
-
-    def __call__(self, releases: Tensor) -> np.ndarray:
-        return VIEWS[self.view](releases, self.pair) @ self.weights
-
-
-def _size(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    bad = ~torch.isfinite(y).all(1)
-    y = torch.where(bad[:, None], 0.0, y.double())
-    return y, y.norm(dim=1), bad.double()
-
-
-def _raw(y: Tensor, pair: Pair) -> np.ndarray:
-    y, norm, bad = _size(y)
-    return torch.cat([y, norm[:, None], (norm + 1e-30).log()[:, None], bad[:, None]], 1).numpy()
-
-
-def _unit(y: Tensor, pair: Pair) -> np.ndarray:
-    y, norm, bad = _size(y)
-    return torch.cat([y / (norm[:, None] + 1e-30), norm[:, None], bad[:, None]], 1).numpy()
-
-
-def _projected(y: Tensor, pair: Pair) -> np.ndarray:
-    """Components along the canary and along the others, signed and not, and the angle between them."""
-    y, norm, bad = _size(y)
-    along = [
-        torch.nan_to_num(flatten({n: g.sum(0) for n, g in part.items()}).double())
-        for part in (pair.canary, pair.others)
-    ]
-    p, q = (y @ (v / v.norm().clamp(min=1e-30)) for v in along)
-    angle = torch.atan2(p.abs(), q.abs())
-    return torch.stack([p, q, p.abs(), q.abs(), angle, norm, bad], 1).numpy()
-
-
-def _along(y: Tensor, pair: Pair) -> np.ndarray:
-    """The component along the canary alone: cheap, and the likelihood ratio for white noise."""
-    v = torch.nan_to_num(flatten({n: g[0] for n, g in pair.canary.items()}))
-    return torch.nan_to_num(y.to(v) @ (v / v.norm().clamp(min=1e-30)))[:, None].numpy()
-
-
-VIEWS: dict[str, Callable[[Tensor, Pair], np.ndarray]] = {
-    "along": _along,
-    "projected": _projected,
-    "raw": _raw,
-    "unit": _unit,
-}
-
-
-def fisher(with_record: np.ndarray, without: np.ndarray) -> np.ndarray:
-    """Σ⁻¹(mean difference), Σ the mean covariance of both worlds with a little ridge."""
-    spread = (np.cov(with_record.T) + np.cov(without.T)) / 2
-    spread = np.atleast_2d(spread)
-    scale = np.sqrt(np.diag(spread))
-    scale = np.where(scale > 0, scale, 1e-12)
-    whitened = spread / np.outer(scale, scale) + 1e-6 * np.eye(len(scale))
-    return np.linalg.solve(whitened, (with_record.mean(0) - without.mean(0)) / scale) / scale
-
-
-def separation(with_record: np.ndarray, without: np.ndarray) -> float:
-    """How far apart two samples of scores are: Φ-scale of the best balanced threshold, robust to outliers."""
-    both = np.concatenate([with_record, without])
-    thresholds = np.quantile(both, np.linspace(0.02, 0.98, 49))
-    n = len(with_record)
-    hits = [(with_record > t).mean() - (without > t).mean() for t in thresholds]
-    return float(max(np.abs(hits))) - 1.0 / n
-
-
-def _fit(a: Tensor, b: Tensor, pair: Pair, views: list[str]) -> tuple[float, Score]:
-    """The best view: fitted on one half, judged on the other."""
-    half, best = len(a) // 2, None
-    for view in views:
-        x, y = VIEWS[view](a, pair), VIEWS[view](b, pair)
-        score = Score(view, fisher(x[:half], y[:half]), pair)
-        value = separation(x[half:] @ score.weights, y[half:] @ score.weights)
-        if best is None or value > best[0] + 1e-3:
-            best = (value, score)
-    assert best is not None
-    return best
-
-
-def choose(releaser: Releaser, pairs: list[Pair], pilot: int, tick: Callable[[int], None] = lambda n: None) -> Score:
-    """The most telling pair and score."""
-    d = flatten({n: g[0] for n, g in pairs[0].canary.items()}).numel()
-    views = ["along", "projected"] + (["raw", "unit"] if d <= 64 else [])
-    first = max(60, pilot // 10)
-    ranked = []
-    for pair in pairs:
-        a, b = releaser.draw(pair.joined, first), releaser.draw(pair.others, first)
-        tick(2 * first)
-        ranked.append((_fit(a, b, pair, ["along", "projected"] + (["raw"] if d <= first // 4 else []))[0], pair))
-    ranked.sort(key=lambda item: -item[0])
-    best: tuple[float, Score] | None = None
-    for _, pair in ranked[:5]:
-        a, b = releaser.draw(pair.joined, pilot), releaser.draw(pair.others, pilot)
-        tick(2 * pilot)
-        found = _fit(a, b, pair, views)
-        if best is None or found[0] > best[0]:
-            best = found
-    assert best is not None
-    return best[1]
-
-
 @single_threaded
 def audit_releases(
     subject: Subject, trials: int, *, claim: Claim | None = None, delta: float = 1e-5, exact: float | None = None,
-    pairs: list[Pair] | None = None, pilot: int = 600, seed: int = 0, confidence: float = CONFIDENCE,
+    pairs: list[Pair] | None = None, pilot: int | None = None, seed: int = 0, confidence: float = CONFIDENCE,
     progress: Progress | None = None,
 ) -> Finding:  # fmt: skip
-    """Attack one release with ``trials`` trials in each world. The claim is the subject's own event unless given."""
+    """Attack one release with ``trials`` trials in each world. The claim is the subject's own event unless given.
+
+    The search draws ``pilot`` releases of each pair that it takes seriously; none of them is counted.
+    """
     releaser = Releaser(subject)
     claim = Claim.of(releaser.mechanism.event(), delta) if claim is None else claim
     pairs = portfolio(subject.shapes, seed) if pairs is None else pairs
-    total = len(pairs) * 2 * max(60, pilot // 10) + 10 * pilot + 2 * trials
-    done = 0
+    pilot = pilot_size(trials, releaser.row_wise) if pilot is None else pilot
+    total, done = planned(len(pairs), pilot) + 2 * trials, 0
 
     def tick(n: int) -> None:
         nonlocal done
@@ -245,12 +134,12 @@ def audit_releases(
         if progress is not None:
             progress(min(done, total), total)
 
-    score = choose(releaser, pairs, pilot, tick) if len(pairs) > 1 or pilot else Score("along", np.ones(1), pairs[0])
+    score = choose(releaser, pairs, pilot, tick) if pilot else Score("plain", along(pairs[0]), pairs[0])
     seen = _count(releaser, score, trials, claim.delta, 1 - confidence, tick)
     facts = {
         **subject.facts,
         "neighbours": score.pair.name,
-        "score": score.view,
+        "score": score.name,
         "releases": releaser.count,
         "releases_per_second": round(releaser.count / max(releaser.seconds, 1e-9)),
         "vectorised": releaser.row_wise,

@@ -20,7 +20,7 @@ from erlangen.audit.verdict import CONFIDENCE, Claim, Finding
 from erlangen.mechanisms import mechanisms
 
 #: trials in each world: rows of a few coordinates, rows, and one call at a time
-FEW_COORDINATES, ROWS, CALLS = 20_000_000, 1_000_000, 12_000
+FEW_COORDINATES, ROWS, CALLS = 40_000_000, 1_000_000, 12_000
 
 
 def kernel_network() -> nn.Module:

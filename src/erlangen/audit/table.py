@@ -91,7 +91,7 @@ def audit_table(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, don
 def _sized(entry: Entry, scale: float) -> dict[str, Any]:
     """Fewer trials than a single audit takes, so that the whole table is minutes."""
     by_calls = entry.mechanism in ("geodp", "clipless") or entry.settings.get("clipping") == "adaptive"
-    trials = 12_000 if by_calls else 20_000_000 if entry.settings.get("claim_epsilon") == 1.0 else 2_000_000
+    trials = 12_000 if by_calls else 40_000_000 if entry.settings.get("claim_epsilon") == 1.0 else 2_000_000
     return {"trials": max(500, int(trials * scale)), **entry.settings}
 
 
