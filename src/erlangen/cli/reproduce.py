@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ def reproduce(
     quick: bool = typer.Option(False, "--quick", help="A few steps, to see that it runs; no result."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Only the privacy of each cell; nothing is trained."),
     seeds: int | None = typer.Option(None, help="Number of seeds in place of the preset's."),
+    only: str | None = typer.Option(None, help="Only the cells whose name contains this."),
     out: Path | None = typer.Option(None, help="Folder for the runs. Default runs/NAME."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -39,12 +41,15 @@ def reproduce(
         return
     if name is None:
         raise typer.BadParameter("give the name of a preset, or --list")
-    chosen = preset(name)
+    chosen: Any = preset(name)
     if quick:
         chosen = chosen.quick()
+    if only is not None:
+        some = tuple(cell for cell in chosen.cells if only.lower() in cell.name.lower())
+        if not some:
+            raise typer.BadParameter(f"no cell of {name} contains {only!r}; there are {[c.name for c in chosen.cells]}")
+        chosen = dataclasses.replace(chosen, cells=some)
     if seeds is not None:
-        import dataclasses
-
         if seeds < 1:
             raise typer.BadParameter(f"seeds is {seeds}; give at least one")
         chosen = dataclasses.replace(chosen, seeds=seeds)
@@ -70,20 +75,30 @@ def _run(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
 
 
 def _line(cell: dict[str, Any]) -> str:
-    spent = cell["epsilon"]
+    pld, rdp = (_epsilon(cell["epsilon"][method]) for method in ("pld", "rdp"))
+    claim = f"  (claimed: {cell['claimed_epsilon']:g})" if cell.get("claimed_epsilon") else ""
     return (
         f"{cell['cell']:16} σ = {cell['noise_multiplier']:.4g}  q = {cell['sample_rate']:.4g}  T = {cell['steps']}  "
-        f"ε = {spent['pld']:.4f} (PLD), {spent['rdp']:.4f} (RDP) at δ = {cell['delta']:.1e}"
+        f"ε = {pld} (PLD), {rdp} (RDP) at δ = {cell['delta']:.1e}{claim}"
     )
+
+
+def _epsilon(value: float | str) -> str:
+    return "∞" if isinstance(value, str) else f"{value:.4f}"
 
 
 def _table(result: dict[str, Any]) -> str:
     lines = [f"{result['paper']}: {result['title']}"] + ([result["note"]] if result["note"] else [])
     for row in result["rows"]:
-        spread = "" if row["std"] is None else f" ± {row['std']:.2f}"
-        epsilon = row["epsilon"]["pld"]
-        epsilon = epsilon if isinstance(epsilon, str) else f"{epsilon:.3f}"
+        what = f" {row['quantity']}" if "quantity" in row else ""
+        number = ".4g" if "quantity" in row else ".2f"
+        spread = "" if row["std"] is None else f" ± {row['std']:{number}}"
+        paper = "" if row["paper"] is None else f"  paper {row['paper']}"
         lines.append(
-            f"{row['cell']:16} ours {row['mean']:.2f}{spread} ({row['seeds']} seeds)  paper {row['paper']}  ε = {epsilon}"
+            f"{row['cell'] + what:40} ours {row['mean']:{number}}{spread} ({row['seeds']} seeds){paper}  "
+            f"ε = {_epsilon(row['epsilon']['pld'])}"
         )
+        for other, gap in row.get("paired", {}).items():
+            half = "" if gap["half_width_95"] is None else f" ± {gap['half_width_95']:.2f}"
+            lines.append(f"{'':40} minus {other}: {gap['mean']:+.2f}{half}")
     return "\n".join(lines)

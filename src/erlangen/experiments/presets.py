@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from erlangen.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+    from erlangen.experiments.measurements import Measurement
+
+#: public facts about the papers' data: image shape and number of classes
+SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "mnist": ((1, 28, 28), 10), "fashion_mnist": ((1, 28, 28), 10), "cifar10": ((3, 32, 32), 10),
+    "cifar100": ((3, 32, 32), 100), "digits": ((1, 8, 8), 10),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Cell:
     """One entry of a table: what is trained, and ``measure``, the public metric (or fact about the weights) reported.
 
-    ``seed_factor`` times the preset's seeds are run where the paper's spread asks for more.
+    ``seed_factor`` times the preset's seeds are run where the paper's spread asks for more. ``claimed_epsilon`` sets
+    the noise as a paper does that takes its mechanism for a plain Gaussian: the run's own ε is then another one.
+    ``records`` is the size of this cell's data where a table has several. ``against`` names the cells that this one is
+    compared with, seed by seed.
     """
 
     name: str
@@ -22,6 +38,27 @@ class Cell:
     unit: str = "test accuracy, %"
     measure: str = "test_accuracy"
     seed_factor: int = 1
+    claimed_epsilon: float | None = None
+    records: int | None = None
+    against: tuple[str, ...] = ()
+
+    def resolved(self, records: int) -> TrainConfig:
+        """What is trained, the noise of a claimed ε included."""
+        if self.claimed_epsilon is None:
+            return self.config
+        config = self.config.settled(self.records or records)
+        assert config.delta is not None
+        rate = config.batch / (self.records or records)
+        sigma = _claimed_noise(self.claimed_epsilon, config.delta, rate, config.steps)
+        return dataclasses.replace(self.config, epsilon=None, noise_multiplier=sigma)
+
+
+@lru_cache(maxsize=256)
+def _claimed_noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
+    """σ of a Poisson-sampled Gaussian at this ε, by RDP as the papers do."""
+    from erlangen.accounting import noise_multiplier
+
+    return noise_multiplier(epsilon, delta, rate, steps, method="rdp")
 
 
 @dataclass(frozen=True)
@@ -52,39 +89,62 @@ class Preset:
 
 
 def cell_privacy(cell: Cell, records: int) -> dict[str, Any]:
-    from erlangen.accounting import epsilon, gaussian, noise_multiplier, poisson
+    """σ, rate, steps and the true ε by both accountants, "inf" where there is no guarantee."""
+    from erlangen.accounting import epsilon, noise_multiplier, poisson
 
-    config = cell.config.settled(records)
+    records = cell.records or records
+    config = cell.resolved(records).settled(records)
     assert config.delta is not None
     q, sigma = config.batch / records, config.noise_multiplier
     if sigma is None:
         assert config.epsilon is not None
-        sigma = noise_multiplier(config.epsilon, config.delta, q, config.steps)
-    pairs = [(poisson(q, gaussian(sigma)), config.steps)]
+        release = lambda s: release_event(config, s)  # noqa: E731
+        sigma = noise_multiplier(config.epsilon, config.delta, q, config.steps, make_event=release)
+    pairs = [(poisson(q, release_event(config, sigma)), config.steps)]
     spent = {method: epsilon(pairs, config.delta, method) for method in ("pld", "rdp")}  # type: ignore[arg-type]
     return {
-        "cell": cell.name, "epsilon": spent, "delta": config.delta, "noise_multiplier": sigma, "sample_rate": q,
-        "steps": config.steps, "paper": cell.paper,
+        "cell": cell.name, "epsilon": {m: e if math.isfinite(e) else "inf" for m, e in spent.items()},
+        "delta": config.delta, "noise_multiplier": sigma, "sample_rate": q, "steps": config.steps, "paper": cell.paper,
+        "claimed_epsilon": cell.claimed_epsilon,
     }  # fmt: skip
 
 
-_PRESETS: dict[str, Preset] = {}
+def release_event(config: TrainConfig, sigma: float) -> DpEvent:
+    """One un-amplified release of the configuration's mechanism: sound forms cost σ, published ones what they say."""
+    from erlangen.accounting import gaussian
+
+    if not config.mechanism_options.get("as_published"):
+        return gaussian(sigma)
+    from erlangen.mechanisms import Context, StreamNoise, make_clipping, make_mechanism
+    from erlangen.models import make_model
+
+    shape, classes = SHAPES[config.data]
+    model = make_model(config.model, shape, classes, **config.model_options)
+    rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
+    context = Context(sigma, rule, StreamNoise(0), model, config.batch, config.mechanism_options)
+    mechanism = make_mechanism(config.mechanism, context)
+    mechanism.bind({n: p for n, p in model.named_parameters() if p.requires_grad}, config.batch)
+    return mechanism.event()
 
 
-def register_preset(value: Preset) -> Preset:
+_PRESETS: dict[str, Preset | Measurement] = {}
+
+
+def register_preset(value: Preset | Measurement) -> None:
+    """Make a table (`Preset`) or a figure without training (`Measurement`) known by name."""
     _PRESETS[value.name] = value
-    return value
 
 
-def presets() -> list[Preset]:
+def presets() -> list[Preset | Measurement]:
     import erlangen.experiments.equivariant
-    import erlangen.experiments.rep
-    import erlangen.experiments.tables  # noqa: F401  (registers them)
+    import erlangen.experiments.geodp
+    import erlangen.experiments.gredp
+    import erlangen.experiments.rep  # noqa: F401  (registers them)
 
     return [_PRESETS[name] for name in sorted(_PRESETS)]
 
 
-def preset(name: str) -> Preset:
+def preset(name: str) -> Preset | Measurement:
     known = {p.name: p for p in presets()}
     if name not in known:
         raise ValueError(f"no preset is called {name!r}; there are {', '.join(known)}")

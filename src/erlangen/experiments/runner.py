@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from erlangen.experiments.measurements import Measurement, run_measurement
 from erlangen.experiments.presets import Cell, Preset
 from erlangen.experiments.together import Job, train_together
 from erlangen.training.run import train
@@ -20,10 +22,15 @@ from erlangen.training.run import train
 Watch = Callable[[str, int, dict[str, Any]], None]
 
 
-def run_preset(preset: Preset, out: Path, first_seed: int = 0, watch: Watch | None = None) -> dict[str, Any]:
+def run_preset(
+    preset: Preset | Measurement, out: Path, first_seed: int = 0, watch: Watch | None = None
+) -> dict[str, Any]:
     """Finished runs in ``out`` are kept, so that an interrupted table goes on where it stopped."""
+    if isinstance(preset, Measurement):
+        return run_measurement(preset, out, first_seed, watch)
+    configs = {cell.name: cell.resolved(preset.records) for cell in preset.cells}
     jobs = {
-        (cell.name, seed): Job(dataclasses.replace(cell.config, seed=seed), out / _folder(cell.name, seed))
+        (cell.name, seed): Job(dataclasses.replace(configs[cell.name], seed=seed), out / _folder(cell.name, seed))
         for cell in preset.cells
         for seed in range(first_seed, first_seed + preset.seeds * cell.seed_factor)
     }
@@ -38,13 +45,16 @@ def run_preset(preset: Preset, out: Path, first_seed: int = 0, watch: Watch | No
     for cell in preset.cells:
         mine = {key: summary for key, summary in summaries.items() if key[0] == cell.name}
         rows.append(_row(cell, list(mine.values()), [_value(cell, jobs[key], s) for key, s in mine.items()]))
+    values = {row["cell"]: row["values"] for row in rows}
+    for cell, row in zip(preset.cells, rows, strict=True):
+        row["paired"] = {other: paired(row["values"], values[other]) for other in cell.against if other in values}
     result = {"preset": preset.name, "paper": preset.paper, "title": preset.title, "note": preset.note, "rows": rows}
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 
 def _folder(name: str, seed: int) -> str:
-    return f"{name.lower().replace(' ', '-')}-seed{seed}"
+    return f"{name.lower().replace(' ', '-').replace('/', '-')}-seed{seed}"
 
 
 def _train(job: Job) -> dict[str, Any]:
@@ -65,10 +75,21 @@ def small_parameters(weights: Iterable[Tensor], threshold: float = 1e-3) -> floa
     return float((flat.abs() < threshold).float().mean())
 
 
+def paired(values: list[float], others: list[float]) -> dict[str, Any]:
+    """The mean difference over common seeds and the half width of its 95 % interval (Student's t)."""
+    from scipy.stats import t
+
+    gaps = [a - b for a, b in zip(values, others)]  # seeds are counted from the same first one
+    n = len(gaps)
+    half = float(t.ppf(0.975, n - 1)) * statistics.stdev(gaps) / math.sqrt(n) if n > 1 else None
+    return {"mean": statistics.fmean(gaps), "half_width_95": half, "seeds": n}
+
+
 def _row(cell: Cell, summaries: list[dict[str, Any]], values: list[float]) -> dict[str, Any]:
     return {
         "cell": cell.name,
         "paper": cell.paper,
+        "claimed_epsilon": cell.claimed_epsilon,
         "unit": cell.unit,
         "mean": statistics.fmean(values),
         "median": statistics.median(values),
