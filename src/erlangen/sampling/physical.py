@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -51,3 +52,11 @@ def find_physical_batch(
     room = int(available_bytes(inputs[0].device) * share) if budget is None else budget
     rows = max(1, room // max(1, bytes_per_row(module, tape, inputs)))
     return 1 << (rows.bit_length() - 1)
+
+
+def static_rows(expected: float) -> int:
+    """Rows of padded batches for a Poisson batch of this size: a multiple of 8 that one batch in a billion exceeds.
+
+    Six standard deviations; a longer batch continues in another physical batch, nothing is cut off.
+    """
+    return 8 * math.ceil((expected + 6.0 * math.sqrt(expected) + 1.0) / 8)

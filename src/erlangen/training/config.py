@@ -42,6 +42,7 @@ class TrainConfig:
     views: int = 1
     augment: str = "none"
     max_physical_batch: int | None = None
+    pad: bool = False
     strategy: str = "auto"
     seed: int | None = None
     secure: bool = False

@@ -27,32 +27,43 @@ from erlangen.mechanisms.denoise import JamesStein
 from erlangen.models import make_model
 from erlangen.private import PrivateTraining, refuse_module
 from erlangen.sampling import PoissonSampler, Units
+from erlangen.sampling.physical import static_rows
 from erlangen.streams import Stream
 from erlangen.training.adam_bc import optimizers
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ema import EMA
 from erlangen.training.metrics import evaluate
 from erlangen.training.public import PublicPredictions, predictions
+from erlangen.workers import Workers, local_rank
 
 
 class Session:
-    """A run that can be stepped, evaluated, saved and continued. ``run_id`` separates its random streams from others'."""
+    """A run that can be stepped, evaluated, saved and continued. ``run_id`` separates its random streams from others'.
 
-    def __init__(self, config: TrainConfig, dataset: Dataset | None = None, run_id: str = "") -> None:
+    Several ``workers`` hold the same session and step it together; the results do not depend on how many they are.
+    """
+
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset | None = None, run_id: str = "", workers: Workers | None = None
+    ) -> None:
         dataset = load(config.data, config.unit) if dataset is None else dataset
-        self.dataset, self.run_id = dataset, run_id
+        self.dataset, self.run_id, self.workers = dataset, run_id, workers or Workers()
+        if not self.workers.alone:
+            self.workers.require_same({"configuration": config.to_json(), "data": dataset.fingerprint(), "run": run_id})
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
-        self.device = torch.device(_device(config.device))
+        self.device = torch.device(_device(config.device, self.workers))
         self.x, self.y = (
             torch.from_numpy(dataset.x_train).to(self.device),
             torch.from_numpy(dataset.y_train).to(self.device),
         )
         self.model = self._model()
+        self.workers.align(self.model)
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.optimizer = self._optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.sampler = PoissonSampler(self.units.count, config.batch, config.seed, run_id, config.secure)
+        self.sampler.join(self.workers)
         self.accountant = Accountant()
         self.denoiser = JamesStein() if config.denoise == "james-stein" else None
         self.training = self._private()
@@ -61,7 +72,7 @@ class Session:
             declared if isinstance(declared, nn.Module) else F.cross_entropy
         )
         self._augmentation = Stream("augmentation", config.seed, run_id)
-        self._layers = Stream("layers", config.seed, run_id)
+        self._layers = Stream("layers", config.seed, run_id, self.workers.rank)
         self.step_count = 0
         #: statistics of private records outside any mechanism: empty unless asked for, and listed in the result
         self.non_private: dict[str, float] = {}
@@ -102,7 +113,7 @@ class Session:
         tape = Tape(parameters, "mean", config.strategy)
         tape.metric = mechanism.metric
         training = PrivateTraining(
-            self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser
+            self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser, self.workers
         )
         if config.epsilon is not None:
             assert config.delta is not None
@@ -117,12 +128,9 @@ class Session:
         config = self.config
         if config.seed is not None:
             torch.manual_seed(self._layers.at(self.step_count).initial_seed())
-        parts = self.units.physical(self.sampler.draw(), config.max_physical_batch)
-        generator = self._augmentation.at(self.step_count, self.device)
-        moves = draw(sum(len(rows) for rows, _ in parts), config.views, config.augment, generator)
-        for k, (rows, owner) in enumerate(parts):
+        parts = self._parts()
+        for k, (rows, owner, here) in enumerate(parts):
             self._announce(rows, owner, k == 0, k == len(parts) - 1)
-            here, moves = moves[: len(rows) * config.views], moves[len(rows) * config.views :]
             index = rows.to(self.device)
             x = views(self.x[index], config.views, config.augment, here)
             loss = self.criterion(self.model(x), self.y[index].repeat_interleave(config.views))
@@ -136,10 +144,35 @@ class Session:
             self.ema.update()
         self.step_count += 1
 
+    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """This worker's part of the next logical batch: rows, their owners and how their views are moved.
+
+        What happens to a record is drawn for the whole batch at once, so that it depends neither on physical batches nor
+        on the number of workers. With ``pad`` all parts have the same number of rows.
+        """
+        config, count = self.config, self.config.views
+        share = self.units.share(self.sampler.draw(), self.physical_rows, self.workers, config.pad)
+        generator = self._augmentation.at(self.step_count, self.device)
+        moves = draw(share.total, count, config.augment, generator)[share.start * count :]
+        parts = []
+        for rows, owner in share.parts:
+            real = int((owner >= 0).sum()) * count
+            here, moves = moves[:real], moves[real:]
+            parts.append((rows, owner, F.pad(here, (0, 0, 0, len(rows) * count - real))))
+        return parts
+
+    @property
+    def physical_rows(self) -> int | None:
+        """Records (rows before views) of a physical batch at most; exactly, with ``pad``."""
+        if self.config.max_physical_batch is not None or not self.config.pad:
+            return self.config.max_physical_batch
+        return static_rows(self.config.batch / self.workers.count * self.units.rows / self.units.count)
+
     def _announce(self, rows: Tensor, owner: Tensor, first: bool, last: bool) -> None:
         count = self.config.views
         grouped = self.units.grouped
-        owners = RowMap.of(owner.repeat_interleave(count)) if grouped else RowMap.regular(len(rows), count)
+        valid = owner >= 0 if self.config.pad else None
+        owners = RowMap.of(owner.repeat_interleave(count)) if grouped else RowMap.regular(len(rows), count, valid)
         self.training.announce(owners, first, last)
 
     def evaluate(self) -> dict[str, float]:
@@ -197,9 +230,10 @@ class Session:
         self.sampler.load_state_dict(state["sampler"])
 
 
-def _device(name: str) -> str:
+def _device(name: str, workers: Workers) -> str:
+    own = "cuda" if workers.alone else f"cuda:{local_rank()}"
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return own if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} but this PyTorch sees no GPU; use --device cpu")
-    return name
+    return own if name == "cuda" else name
