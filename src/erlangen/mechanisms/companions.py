@@ -1,6 +1,7 @@
 """Companions of a mechanism: selective update and release (SUR), and importance sampling (IS). Usable with any of them.
 
-Each says what it costs on top of the gradient's own release, as an event.
+Each says what it costs on top of the gradient's own release, as an event, and is registered by name, so that the static
+audit finds it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,32 @@ from erlangen.streams import Stream, secure_words
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+_COMPANIONS: dict[str, type] = {}
+Kind = TypeVar("Kind", bound=type)
+
+
+def register_companion(name: str) -> Callable[[Kind], Kind]:
+    """Make a companion known by name: the static audit looks at every one."""
+
+    def add(kind: Kind) -> Kind:
+        _COMPANIONS[name] = kind
+        return kind
+
+    return add
+
+
+def companions() -> dict[str, type]:
+    """Every registered companion by name."""
+    return dict(_COMPANIONS)
+
+
 NORMALISED = (
     "importance sampling with probabilities normalised by the un-noised sum of all gradient norms: one record moves "
     "the inclusion of every other"
 )
 
 
+@register_companion("selective-update")
 class SelectiveUpdate:
     """Keep an update only if it lowers the loss on a second Poisson sample, privately (Fu et al. 2024, DPSUR).
 
@@ -58,9 +79,9 @@ class SelectiveUpdate:
         self.sampler = PoissonSampler(units, expected_batch, seed, f"{run_id}/selective", secure)
         self.noise: NoiseSource = SecureNoise() if secure else StreamNoise(seed, run_id, purpose="selective")
 
-    def event(self) -> DpEvent:
-        """One decision, amplification included."""
-        return self.sampler.event(gaussian(self.noise_multiplier))
+    def event(self, noise_multiplier: float | None = None) -> DpEvent:
+        """One decision, amplification included, at this σ or at another (for calibration)."""
+        return self.sampler.event(gaussian(self.noise_multiplier if noise_multiplier is None else noise_multiplier))
 
     def batch(self) -> Tensor:
         """The records that judge the next update: a Poisson sample of their own, possibly empty."""
@@ -105,6 +126,7 @@ class SelectiveUpdate:
         self.noise.load_state_dict(state["noise"])
 
 
+@register_companion("importance-sampling")
 class ImportanceSampling:
     """Records with large gradients are drawn more often and weigh less (after Wei et al. 2022, DPIS).
 
@@ -169,4 +191,54 @@ class ImportanceSampling:
         self.step = int(state["step"])
 
 
-__all__ = ["ImportanceSampling", "SelectiveUpdate"]
+class ImportanceSampler(PoissonSampler):
+    """`ImportanceSampling` as the sampler of a run; ``expected_batch``/N is q_max, and so is the price of a step.
+
+    ``norms()`` gives every unit's gradient norm and is asked every ``refresh`` draws (once an epoch): old norms are
+    functions of a unit and of earlier private output, as the proof wants. ``weights`` [N] are the loss weights of the
+    units. Norms look at private records; they decide who is drawn, and are neither shown nor stored.
+    """
+
+    name = "importance"
+
+    def __init__(
+        self, units: int, expected_batch: float, bound: float, floor: float = 0.1, refresh: int | None = None,
+        as_published: bool = False, seed: int | None = None, run_id: str = "", secure: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(units, expected_batch, seed, run_id, secure)
+        if refresh is not None and refresh < 1:
+            raise ValueError(f"refresh is {refresh}; norms are taken again after a whole number of steps ≥ 1")
+        self.rule = ImportanceSampling(self.sample_rate, bound, floor, as_published, seed, run_id, secure)
+        self.refresh = self.steps_per_epoch if refresh is None else refresh
+        self.norms: Callable[[], Tensor] = lambda: torch.full((units,), bound)
+        self.weights = torch.ones(units)
+        self.unsound = self.rule.unsound
+        self._known: Tensor | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether the next draw asks for the norms."""
+        return self._known is None or self.step % self.refresh == 0
+
+    def _draw(self, step: int) -> Tensor:
+        if self.due:
+            self.ask()
+        assert self._known is not None
+        self.rule.step = step
+        records, weights = self.rule.draw(self._known)
+        self.weights = torch.ones(self.units, dtype=weights.dtype).index_put_((records,), weights)
+        return records
+
+    def ask(self) -> None:
+        """Take the norms of this moment."""
+        self._known = self.norms().detach()
+
+    def event(self, release: DpEvent) -> DpEvent:
+        return self.rule.event(release)
+
+    def describe(self) -> dict[str, Any]:
+        own = {"floor": self.rule.floor, "bound": self.rule.bound, "refresh": self.refresh}
+        return {**super().describe(), **own, "guarantee": self.unsound or "sound at the largest inclusion probability"}
+
+
+__all__ = ["ImportanceSampler", "ImportanceSampling", "SelectiveUpdate"]

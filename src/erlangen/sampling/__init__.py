@@ -2,7 +2,7 @@
 
 from erlangen.sampling.loader import PrivateLoader
 from erlangen.sampling.physical import find_physical_batch
-from erlangen.sampling.samplers import PoissonSampler, Sampler, ShuffledBatches, samplers
+from erlangen.sampling.samplers import PoissonSampler, Sampler, ShuffledBatches, register_sampler, samplers
 from erlangen.sampling.units import Units
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "ShuffledBatches",
     "Units",
     "find_physical_batch",
+    "register_sampler",
     "samplers",
 ]
