@@ -44,6 +44,8 @@ def test_an_npz_of_the_same_name_works_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["cifar100", "tiny_imagenet_200", "imagenette"])
 def test_what_is_missing_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("ERLANGEN_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path))
     with pytest.raises(DataError, match=f"{name}.*ERLANGEN_DATA"):
         load(name)
@@ -81,5 +83,5 @@ def test_imagenette_takes_the_middle(tmp_path, monkeypatch):
     save(tmp_path / "small.png", size=(20, 10))
     assert read_image(tmp_path / "small.png", 16).shape == (3, 16, 16)
     (tmp_path / "broken.png").write_text("no image")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"broken\.png is not an image"):
         read_image(tmp_path / "broken.png", 16)

@@ -116,5 +116,7 @@ def test_files_that_are_not_the_benchmark_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot be read"):
         read_amat(tmp_path / "a")
     monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path))
+    monkeypatch.setenv("ERLANGEN_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(DataError, match="mnist_rot_12k"):
         load("mnist_rot_12k")

@@ -145,7 +145,7 @@ def test_unknown_options_and_broken_files(tmp_path):
         ({"x_train": np.zeros((3, 4, 4)), "y_train": np.zeros(2, int)}, "2,\\) for 3 images"),
         ({"x_train": np.zeros((3, 4, 4)), "y_train": np.zeros(3, int)}, "one class only"),
         ({"x_train": np.zeros((2, 4, 4)), "y_train": np.array([0, -1])}, "integers ≥ 0"),
-        ({"x_train": np.full((2, 4, 4), np.nan), "y_train": np.array([0, 1])}, "not finite, first in record 0"),
+        ({"x_train": np.full((2, 4, 4), np.nan), "y_train": np.array([0, 1])}, r"record\(s\) 0, 1: pixels are not finite"),
         ({"x_train": np.zeros((2, 4)), "y_train": np.array([0, 1])}, "expected N×H×W"),
         ({"x_train": np.zeros((2, 4, 4)), "y_train": np.array([0, 1]), "x_test": np.zeros((2, 4, 4))}, "only one of"),
     ],
@@ -165,6 +165,8 @@ def test_missing_and_hostile_data_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot be read"):
         load(tmp_path / "p.npz")
     monkeypatch.delenv("ERLANGEN_DATA", raising=False)
+    monkeypatch.setenv("ERLANGEN_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match="set ERLANGEN_DATA"):
         load("mnist")
 

@@ -1,78 +1,145 @@
-"""Benchmarks in the formats they are published in: CIFAR-100 (binary), Tiny-ImageNet-200 and ImageNette (folders of images).
+"""Benchmarks in the formats they are published in: IDX, CIFAR's binary records, folders of JPEGs.
 
-All are looked for in the folder that ERLANGEN_DATA names, as their archives unpack; ``NAME.npz`` there works as well.
-Folders of JPEGs need Pillow.
+``NAME.npz`` with the same arrays works as well; `erlangen.data.store` says where they are looked for.
 """
 
 from __future__ import annotations
 
-import os
+import gzip
+import math
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from erlangen.data.base import DataError, Dataset, from_arrays, read_npz, register_dataset
+from erlangen.data.arrays import from_arrays, read_npz
+from erlangen.data.base import Dataset, register_dataset
+from erlangen.data.images import BadImage, files_under, read
+from erlangen.data.preprocessing import DataError, Preprocessing
+from erlangen.data.store import obtain
 
 Arrays = dict[str, np.ndarray]
 
 
-def _archive(name: str, folder: str) -> Callable[[Callable[[Path], Arrays]], Callable[[Path], Arrays]]:
-    """Register a reader of the unpacked ``folder``."""
+def _published(name: str) -> Callable[[Callable[[Path], Arrays]], Callable[[Path], Arrays]]:
+    """Register a reader of the data set's folder."""
 
-    def add(read: Callable[[Path], Arrays]) -> Callable[[Path], Arrays]:
+    def add(reader: Callable[[Path], Arrays]) -> Callable[[Path], Arrays]:
         def load() -> Dataset:
-            root = os.environ.get("ERLANGEN_DATA")
-            if root is not None and (Path(root) / f"{name}.npz").is_file():
-                return from_arrays(name, read_npz(Path(root) / f"{name}.npz"))
-            if root is None or not (Path(root) / folder).is_dir():
-                raise DataError(f"data set {name!r} was not found: set ERLANGEN_DATA to the folder that holds {folder}/")
-            return from_arrays(name, read(Path(root) / folder))
+            place = obtain(name)
+            return from_arrays(name, read_npz(place) if place.suffix == ".npz" else reader(place))
 
         register_dataset(name)(load)
-        return read
+        return reader
 
     return add
 
 
-@_archive("cifar100", "cifar-100-binary")
-def cifar100(folder: Path) -> Arrays:
-    """Records of a coarse label, a fine label and 3×32×32 bytes; the fine one of 100 classes is used."""
+# -- IDX ------------------------------------------------------------------------------------------------------------
 
-    def part(file: str) -> tuple[np.ndarray, np.ndarray]:
-        size = 2 + 3 * 32 * 32
-        data = np.fromfile(folder / file, dtype=np.uint8) if (folder / file).is_file() else np.zeros(0, np.uint8)
-        if not data.size or data.size % size:
-            raise DataError(f"{folder / file} has {data.size} bytes; CIFAR-100 has {size} per image")
-        records = data.reshape(-1, size)
-        return records[:, 2:].reshape(-1, 3, 32, 32), records[:, 1].astype(np.int64)
 
-    (x, y), (x_test, y_test) = part("train.bin"), part("test.bin")
+def read_idx(path: Path) -> np.ndarray:
+    """An array of bytes: two zeros, type 8, the number of dimensions, their sizes (big-endian), the bytes."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read as a gzip file: {error}") from error
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path} is not an IDX file of bytes; download it again")
+    shape = tuple(int.from_bytes(content[4 + 4 * k : 8 + 4 * k], "big") for k in range(content[3]))
+    start = 4 + 4 * len(shape)
+    if len(content) != start + math.prod(shape):
+        raise DataError(f"{path} has {len(content)} bytes where its header promises {start + math.prod(shape)}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def _idx_parts(folder: Path) -> Arrays:
+    def part(prefix: str) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = (read_idx(folder / f"{prefix}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+        return images, labels.astype(np.int64)
+
+    (x, y), (x_test, y_test) = part("train"), part("t10k")
     return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test}
 
 
-@_archive("tiny_imagenet_200", "tiny-imagenet-200")
+@_published("mnist")
+def mnist(folder: Path) -> Arrays:
+    """60,000 and 10,000 handwritten digits of 28×28."""
+    return {**_idx_parts(folder), "class_names": np.array([str(k) for k in range(10)])}
+
+
+FASHION = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+
+@_published("fashion_mnist")
+def fashion_mnist(folder: Path) -> Arrays:
+    """60,000 and 10,000 articles of clothing of 28×28."""
+    return {**_idx_parts(folder), "class_names": np.array(FASHION)}
+
+
+# -- CIFAR ----------------------------------------------------------------------------------------------------------
+
+
+def _records(path: Path, labels: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Records of ``labels`` bytes, of which the last is the class, and 3×32×32 bytes."""
+    size = labels + 3 * 32 * 32
+    data = np.fromfile(path, dtype=np.uint8) if path.is_file() else np.zeros(0, np.uint8)
+    if not data.size or data.size % size:
+        raise DataError(f"{path} has {data.size} bytes; {name} has {size} per image")
+    records = data.reshape(-1, size)
+    return records[:, labels:].reshape(-1, 3, 32, 32), records[:, labels - 1].astype(np.int64)
+
+
+def _names(path: Path) -> Arrays:
+    if not path.is_file():
+        return {}
+    return {"class_names": np.array([line.strip() for line in path.read_text().splitlines() if line.strip()])}
+
+
+@_published("cifar10")
+def cifar10(folder: Path) -> Arrays:
+    """50,000 and 10,000 images of 32×32 in 10 classes."""
+    parts = [_records(folder / f"data_batch_{k}.bin", 1, "CIFAR-10") for k in range(1, 6)]
+    x_test, y_test = _records(folder / "test_batch.bin", 1, "CIFAR-10")
+    x, y = (np.concatenate(values) for values in zip(*parts, strict=True))
+    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test, **_names(folder / "batches.meta.txt")}
+
+
+@_published("cifar100")
+def cifar100(folder: Path) -> Arrays:
+    """Records of a coarse label, a fine label and 3×32×32 bytes; the fine one of 100 classes is used."""
+    x, y = _records(folder / "train.bin", 2, "CIFAR-100")
+    x_test, y_test = _records(folder / "test.bin", 2, "CIFAR-100")
+    names = _names(folder / "fine_label_names.txt")
+    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test, **names}
+
+
+# -- folders of JPEGs -----------------------------------------------------------------------------------------------
+
+
+@_published("tiny_imagenet_200")
 def tiny_imagenet_200(folder: Path) -> Arrays:
     """100,000 images of 64×64 in 200 classes; the official validation set is the test set."""
     classes = _classes(folder / "train")
-    train = [(f, k) for k, c in enumerate(classes) for f in _images(folder / "train" / c / "images")]
+    train = [(f, k) for k, c in enumerate(classes) for f in files_under(folder / "train" / c / "images")[0]]
     notes = folder / "val" / "val_annotations.txt"
     if not notes.is_file():
         raise DataError(f"{notes} is missing: it says the class of every validation image")
     label = {name: k for k, name in enumerate(classes)}
     lines = [line.split("\t") for line in notes.read_text().splitlines() if line]
     test = [(folder / "val" / "images" / line[0], label[line[1]]) for line in lines]
-    return _decoded(train, test, 64)
+    return {**_decoded(train, test, 64), "class_names": np.array(classes)}
 
 
-@_archive("imagenette", "imagenette2-160")
+@_published("imagenette")
 def imagenette(folder: Path) -> Arrays:
     """9,469 images in 10 classes, the central 160×160 pixels of each; ``val`` is the test set."""
     classes = _classes(folder / "train")
     parts = [
-        [(f, k) for k, c in enumerate(classes) for f in _images(folder / part / c)] for part in ("train", "val")
+        [(f, k) for k, c in enumerate(classes) for f in files_under(folder / part / c)[0]] for part in ("train", "val")
     ]
-    return _decoded(parts[0], parts[1], 160)
+    return {**_decoded(parts[0], parts[1], 160), "class_names": np.array(classes)}
 
 
 def _classes(folder: Path) -> list[str]:
@@ -80,10 +147,6 @@ def _classes(folder: Path) -> list[str]:
     if not names:
         raise DataError(f"{folder} holds no folders of classes")
     return names
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("*") if p.suffix.lower() in (".jpeg", ".jpg", ".png"))
 
 
 def _decoded(train: Sequence[tuple[Path, int]], test: Sequence[tuple[Path, int]], side: int) -> Arrays:
@@ -97,18 +160,9 @@ def _decoded(train: Sequence[tuple[Path, int]], test: Sequence[tuple[Path, int]]
 
 
 def read_image(path: Path, side: int) -> np.ndarray:
-    """The central square of an image as [3, side, side] bytes; one that is too small is enlarged first."""
+    """The central square of an image as [3, side, side] bytes; it is scaled so that its shorter side fits."""
     try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError("folders of JPEGs need Pillow: pip install pillow") from error
-    try:
-        image = Image.open(path).convert("RGB")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read as an image: {error}") from error
-    if min(image.size) < side:
-        scale = side / min(image.size)
-        image = image.resize((max(side, round(image.width * scale)), max(side, round(image.height * scale))))
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    pixels = np.asarray(image.crop((left, top, left + side, top + side)), dtype=np.uint8)
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        pixels, _ = read(path, Preprocessing(3, side, side, resize=True))
+    except (BadImage, OSError) as error:
+        raise DataError(f"{path} {error}") from error
+    return np.rint(pixels * 255.0).astype(np.uint8)

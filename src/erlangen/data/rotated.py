@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.data.base import DataError, Dataset, load, register_dataset
+from erlangen.data.preprocessing import Preprocessing
+from erlangen.data.store import obtain, roots
 from erlangen.streams import Stream
 
 #: pixels run from −1 (background) to 1
@@ -98,9 +99,10 @@ def read_amat(path: Path) -> tuple[np.ndarray, np.ndarray]:
 @register_dataset("mnist_rot_12k")
 def mnist_rot_12k() -> Dataset:
     """The 12,000-image rotated-MNIST benchmark (angles are continuous), 50,000 test images."""
-    root = os.environ.get("ERLANGEN_DATA")
-    for folder in () if root is None else (Path(root) / "mnist_rot_12k", Path(root)):
-        if (folder / TRAIN_12K).is_file() and (folder / TEST_12K).is_file():
-            (x, y), (x_test, y_test) = read_amat(folder / TRAIN_12K), read_amat(folder / TEST_12K)
-            return Dataset("mnist_rot_12k", x, y, x_test, y_test, 10)
-    raise DataError(f"data set 'mnist_rot_12k' was not found: set ERLANGEN_DATA to the folder with {TRAIN_12K}")
+    places = [folder for root in roots() for folder in (root / "mnist_rot_12k", root)]
+    folder = next((f for f in places if (f / TRAIN_12K).is_file() and (f / TEST_12K).is_file()), None)
+    folder = folder or obtain("mnist_rot_12k")
+    (x, y), (x_test, y_test) = read_amat(folder / TRAIN_12K), read_amat(folder / TEST_12K)
+    prep = Preprocessing(1, *x.shape[2:])
+    names = tuple(str(k) for k in range(10))
+    return Dataset("mnist_rot_12k", x, y, x_test, y_test, 10, class_names=names, preprocessing=prep)

@@ -1,0 +1,73 @@
+"""Whose image is it? Ids of patients (or any unit of privacy) from file names or from a table."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from erlangen.data.images import named
+from erlangen.data.options import DataOptions
+from erlangen.data.preprocessing import DataError
+
+_FILE_COLUMNS = ("file", "filename", "file_name", "path", "image", "image_path", "name")
+
+
+def owners(files: list[Path], root: Path, unit: str, options: DataOptions, strict: bool = True) -> list[str | None]:
+    """The id of every file; a file without one is an error, or None where ``strict`` is off (public test images)."""
+    if options.unit_pattern is not None:
+        found = _by_pattern(files, root, unit, options.unit_pattern)
+    elif options.unit_csv is not None:
+        found = _by_table(files, root, unit, Path(options.unit_csv))
+    else:
+        raise DataError(
+            f"unit is {unit!r}, but nothing says which {unit} an image of {root} belongs to: give --unit-pattern with the "
+            f"id in brackets (e.g. '^(p[0-9]+)_' for names like p12_03.png), or --unit-csv with columns file and {unit}"
+        )
+    without = [path for path, owner in zip(files, found, strict=True) if not owner]
+    if without and strict:
+        source = f"pattern {options.unit_pattern!r}" if options.unit_pattern else options.unit_csv
+        raise DataError(f"{len(without)} image(s) have no {unit} by {source}: {named(without, root)}")
+    return found
+
+
+def _by_pattern(files: list[Path], root: Path, unit: str, pattern: str) -> list[str | None]:
+    """The named group of the unit, or the first; matched on the file's name, or on its path if the pattern has a '/'."""
+    compiled = re.compile(pattern)
+    group: str | int = unit if unit in compiled.groupindex else 1
+    texts = [path.relative_to(root).as_posix() if "/" in pattern else path.name for path in files]
+    matches = [compiled.search(text) for text in texts]
+    return [None if match is None else match.group(group) for match in matches]
+
+
+def _by_table(files: list[Path], root: Path, unit: str, table: Path) -> list[str | None]:
+    """A row for each image: its path below the folder, or its name where no two images share it."""
+    known = _read_table(table, unit)
+    count: dict[str, int] = {}
+    for path in files:
+        count[path.name] = count.get(path.name, 0) + 1
+    found: list[str | None] = []
+    for path in files:
+        relative = path.relative_to(root).as_posix()
+        by_name = known.get(path.name) if count[path.name] == 1 else None
+        found.append(known.get(relative, by_name))
+    return found
+
+
+def _read_table(table: Path, unit: str) -> dict[str, str]:
+    try:
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+            columns = list(rows[0]) if rows else []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table} cannot be read as a CSV table: {error}") from error
+    lower = {str(c).strip().lower(): c for c in columns}
+    name = next((lower[c] for c in _FILE_COLUMNS if c in lower), None)
+    if name is None or unit.lower() not in lower:
+        raise DataError(f"{table} has the columns {columns}; it needs one called file and one called {unit}")
+    known: dict[str, str] = {}
+    for number, row in enumerate(rows, start=2):
+        key, owner = (row[name] or "").strip().replace("\\", "/"), (row[lower[unit.lower()]] or "").strip()
+        if known.setdefault(key, owner) != owner:
+            raise DataError(f"{table}, line {number}: {key} belongs to {known[key]!r} and to {owner!r}; keep one row")
+    return known
