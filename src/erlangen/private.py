@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from erlangen import joint
-from erlangen.accounting import Accountant
+from erlangen.accounting import Accountant, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach, is_attached
 from erlangen.gradients.independence import check_independence, check_loss, known_problems
@@ -45,6 +45,8 @@ class PrivateTraining:
         self.loader: PrivateLoader
         #: called with the event before each release; a ledger writes here
         self.before_release: list[Callable[[DpEvent], None]] = []
+        #: what else a step releases where the mechanism has σ (a selective update's decision); part of the step's event
+        self.extras: list[Callable[[float], DpEvent]] = []
         #: called after each update of the weights; a projection is post-processing
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
         self._last, self._pending, self._drawn = True, False, False
@@ -148,26 +150,32 @@ class PrivateTraining:
         """One step's event at the σ of this moment: a schedule of noise is accounted as it goes."""
         sigma = self.mechanism.noise_multiplier
         if self._event is None or self._event[0] != sigma:
-            self._event = (sigma, self.sampler.event(self.mechanism.event()))
+            self._event = (sigma, self.step_event(sigma))
         return self._event[1]
+
+    def step_event(self, sigma: float) -> DpEvent:
+        """Everything that one step releases at noise multiplier σ, amplification included."""
+        own = self.sampler.event(self.mechanism.event(sigma))
+        return sequence([own, *(extra(sigma) for extra in self.extras)]) if self.extras else own
 
     # -- before and after -----------------------------------------------------------------------------------------
 
     def calibrate(self, target_epsilon: float, delta: float, steps: int, method: str) -> None:
         """Choose the least σ whose ``steps`` steps cost at most (ε, δ)."""
-        if self.mechanism.unsound is not None:
-            raise ValueError(
-                f"no noise makes {self.mechanism.name!r} private: {self.mechanism.unsound}. Give noise_multiplier to run it "
-                "all the same (ε = ∞), or use its sound form."
-            )
-        rate = self.sampler.sample_rate if isinstance(self.sampler, PoissonSampler) else 1.0
+        for what in (self.mechanism, self.sampler):
+            if what.unsound is not None:
+                raise ValueError(
+                    f"no noise makes {what.name!r} private: {what.unsound}. Give noise_multiplier to run it all the same "
+                    "(ε = ∞), or use its sound form."
+                )
+        every_record = 1.0  # the event of a step is amplified already
         sigma = calibrated(
             target_epsilon,
             delta,
-            rate,
+            every_record,
             steps,
             method=method,  # type: ignore[arg-type]
-            make_event=self.mechanism.event,
+            make_event=self.step_event,
         )
         self.set_noise_multiplier(sigma)
 

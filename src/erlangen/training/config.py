@@ -26,6 +26,10 @@ class TrainConfig:
     mechanism_options: dict[str, Any] = field(default_factory=dict)
     clipping: str = "flat"
     clipping_options: dict[str, Any] = field(default_factory=dict)
+    sampling: str = "poisson"
+    sampling_options: dict[str, Any] = field(default_factory=dict)
+    selective: bool = False
+    selective_options: dict[str, Any] = field(default_factory=dict)
     max_grad_norm: float = 1.0
     epsilon: float | None = 3.0
     delta: float | None = None
@@ -71,6 +75,7 @@ class TrainConfig:
             ("ema", 0 <= self.ema < 1, "give 0 ≤ ema < 1; 0 turns it off"),
             ("views", self.views >= 1, "give at least one view of each record"),
             ("augment", self.augment in ("none", "shift", "flip-crop"), "choose none, shift or flip-crop"),
+            ("sampling", self.sampling in ("poisson", "importance"), "choose poisson or importance"),
             ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
             ("schedule", self.schedule in ("constant", "cosine"), "choose constant or cosine"),
             ("evaluations", self.evaluations >= 1, "evaluate at least once"),
