@@ -28,6 +28,7 @@ SHAPES = {
     "resnet9": (3, 32, 32),
     "cnn": (3, 32, 32),
     "wrn-16-4": (3, 32, 32),
+    "wrn-16-4-ws": (3, 32, 32),  # with weight standardisation, which Opacus does not know
     "eq-resnet9-tuned": (3, 32, 32),
 }
 
@@ -40,7 +41,7 @@ def build(model: str, method: str):
 
     torch.manual_seed(0)
     options: dict = {"wrn-16-4": {"standardise": False}, "resnet9": {"activation": "relu"}}
-    return make_model(model, SHAPES[model], 10, **options.get(model, {}))
+    return make_model(model.removesuffix("-ws"), SHAPES[model], 10, **options.get(model, {}))
 
 
 def stepper(method: str, model_name: str, batch: int, strategy: str):

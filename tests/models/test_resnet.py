@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from erlangen.models.resnet import WeightStandardisation, resnet9, wide_resnet, wrn_16_4, wrn_40_4
+from erlangen.models.resnet import resnet9, wide_resnet, wrn_16_4, wrn_40_4
+from erlangen.models.standardised import StandardisedConv2d, standardise
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -40,13 +41,12 @@ def test_samples_do_not_mix(build) -> None:
 def test_standardised_filters() -> None:
     torch.manual_seed(0)
     model = resnet9(layout=(8, 16, 32), standardise=True)
-    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    convolutions = [m for m in model.modules() if isinstance(m, StandardisedConv2d)]
     assert len(convolutions) == 8
     for conv in convolutions:
-        filters = conv.weight.flatten(1)
+        filters = conv.filters().flatten(1)
         assert filters.mean(1).abs().max() < 1e-6
         assert torch.allclose(filters.square().sum(1), torch.ones(len(filters)), atol=1e-4)
     weight = torch.randn(4, 3, 3, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(WeightStandardisation(), (weight,), fast_mode=True)
-    scaled = WeightStandardisation()(5 * weight + 1)
-    assert torch.allclose(scaled, WeightStandardisation()(weight), atol=1e-6)
+    assert torch.autograd.gradcheck(lambda v: standardise(v)[0], (weight,), fast_mode=True)
+    assert torch.allclose(standardise(5 * weight + 1)[0], standardise(weight)[0], atol=1e-6)

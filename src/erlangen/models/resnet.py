@@ -1,37 +1,22 @@
 """Plain residual networks for private training: ResNet-9 and wide ResNets, with group norm and weight standardisation.
 
-No layer mixes samples. Weight standardisation is a parametrisation of ordinary convolutions, so that every rule for
-``nn.Conv2d`` serves them.
+No layer mixes samples.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-
-class WeightStandardisation(nn.Module):
-    """Filters with mean 0 and variance 1/fan_in: (w − mean)/√((var + ε)·fan_in), per output channel."""
-
-    def __init__(self, eps: float = 1e-8) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, weight: Tensor) -> Tensor:
-        filters = weight.flatten(1)
-        centred = filters - filters.mean(1, keepdim=True)
-        variance = centred.square().mean(1, keepdim=True)
-        return (centred * ((variance + self.eps) * filters.shape[1]).rsqrt()).view_as(weight)
+from erlangen.models.standardised import StandardisedConv2d
 
 
 def convolution(
     inputs: int, outputs: int, size: int, stride: int = 1, *, bias: bool = False, standardise: bool = False
 ) -> nn.Conv2d:
     """A "same" convolution, He-initialised, standardised if asked for."""
-    conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=bias)
+    kind = StandardisedConv2d if standardise else nn.Conv2d
+    conv = kind(inputs, outputs, size, stride, padding=size // 2, bias=bias)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
-    if standardise:
-        parametrize.register_parametrization(conv, "weight", WeightStandardisation())
     return conv
 
 

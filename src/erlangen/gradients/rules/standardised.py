@@ -1,0 +1,178 @@
+"""Convolutions with standardised filters: the Jacobian of weight standardisation in closed form.
+
+For a filter w = (v − mean v)/r of d weights, r² = ‖v − mean v‖² + ε·d, an owner's gradient w.r.t. v is a projection of
+the one w.r.t. w, because w has mean zero:
+
+    g_v = (g_w − mean g_w − w⟨w, g_w⟩)/r,    ‖g_v‖² = (‖g_w‖² − d·mean(g_w)² − (2 − ‖w‖²)⟨w, g_w⟩²)/r².
+
+So norms and weighted sums need g_w only, contracted with two fixed vectors per filter: g_v of an owner is never formed
+unless a geometry asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from erlangen.gradients.pieces import (
+    Dense,
+    Piece,
+    Weight,
+    accumulate_dtype,
+    chunk_size,
+    gram_is_cheaper,
+    gram_norms,
+    rescaled,
+    squared_norms,
+    unit_scale,
+)
+from erlangen.gradients.registry import rule
+from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding
+from erlangen.gradients.tape import Tape
+from erlangen.models.standardised import StandardisedConv2d, standardise
+
+#: rounding errors of the difference of squares, in units of the largest term: norms are rounded outwards by as much
+MARGIN = 16
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The adjoint of the standardisation at one v: filters w [O, …] and deviations r [O, 1, …], float32 at least."""
+
+    filters: Tensor
+    deviation: Tensor
+
+    @property
+    def size(self) -> int:
+        """d, the weights of a filter."""
+        return math.prod(self.filters.shape[1:])
+
+    def pull(self, g: Tensor) -> Tensor:
+        """g_w [..., O, …] → g_v"""
+        inner = tuple(range(1 - self.filters.ndim, 0))
+        g = g.to(torch.promote_types(g.dtype, self.filters.dtype))
+        along = (g * self.filters).sum(inner, keepdim=True)
+        return (g - g.mean(inner, keepdim=True) - self.filters * along).div_(self.deviation)
+
+    def norms_squared(self, energy: Tensor, total: Tensor, along: Tensor) -> Tensor:
+        """‖g_v‖² [n] from ‖g_w‖², Σg_w/√d and ⟨w, g_w⟩ of every filter, [n, O] each. A difference of squares that
+        nearly cancel could come out too small: it is rounded outwards by the rounding error of its terms."""
+        own = self.filters.flatten(1).square().sum(1)
+        value = (energy - total.square() - (2 - own) * along.square()).clamp(min=0)
+        value = value + MARGIN * torch.finfo(value.dtype).eps * energy
+        return (value / self.deviation.flatten().square()).sum(1)
+
+
+class Standardised(Piece):
+    """Per-owner gradients w.r.t. v; ``inner`` holds those w.r.t. w, formed or not. ``outputs`` are those of the
+    convolution without bias, exact, where somebody has kept them: they save a product."""
+
+    prefers_dense = False  # the rule has formed g_w where that is cheaper; g_v is not worth forming
+
+    def __init__(self, inner: Piece, projection: Projection, outputs: Tensor | None = None) -> None:
+        self.inner, self.projection, self.outputs = inner, projection, outputs
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
+
+    def dense(self) -> Tensor:
+        return self.projection.pull(self.inner.dense())
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        return self.projection.pull(self.inner.weighted_sum(w))
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        if weight is not None:
+            return super().norms_squared(weight)
+        return torch.cat([part._norms() for part in self.chunks()])
+
+    def _norms(self) -> Tensor:
+        if isinstance(self.inner, Conv) and not self.inner.prefers_dense:
+            return self._gram(self.inner)
+        return self._formed(self.inner.precise().dense())
+
+    def _formed(self, g: Tensor) -> Tensor:
+        g = g.to(accumulate_dtype(g)).flatten(2)
+        filters = self.projection.filters.to(g.dtype).flatten(1)
+        energy = squared_norms(g.flatten(0, 1)).unflatten(0, g.shape[:2])
+        along = torch.bmm(g.transpose(0, 1), filters[..., None]).squeeze(-1).t()
+        return self.projection.norms_squared(energy, g.sum(2) / math.sqrt(g.shape[2]), along)
+
+    def _gram(self, conv: Conv) -> Tensor:
+        """Norms without g_w: its mean is gone when the input windows are centred, and ⟨w, g_w⟩ = ⟨output, cotangent⟩."""
+        (x, size_x), (d, size_d) = unit_scale(conv.x, conv.count), unit_scale(conv.d, conv.count)
+        filters = self.projection.filters.to(d.dtype)
+        d = d / self.projection.deviation.to(d.dtype).view(-1, *[1] * (d.ndim - 2))
+        outputs = self._outputs(x, size_x, filters, conv)
+        along = (outputs * d).flatten(2).sum(2).unflatten(0, (-1, conv.views)).sum(1)
+        a, d = Conv(x, d, conv.views, conv.shape, conv.geometry).windows()
+        norms = gram_norms(a - a.mean(2, keepdim=True), d).view(conv.count, -1).sum(1)
+        lost = ((2 - filters.flatten(1).square().sum(1)) * along.square()).sum(1)
+        value = (norms - lost).clamp(min=0) + MARGIN * torch.finfo(norms.dtype).eps * norms
+        return rescaled(value, size_x, size_d)
+
+    def _outputs(self, x: Tensor, size: Tensor, filters: Tensor, conv: Conv) -> Tensor:
+        if self.outputs is not None:
+            return self.outputs / size.repeat_interleave(conv.views).view(-1, *[1] * (x.ndim - 1))
+        g = conv.geometry
+        return F.conv2d(x, filters, None, g.stride, g.padding, g.dilation, g.groups)
+
+    def precise(self) -> Piece:
+        return Standardised(self.inner.precise(), self.projection)
+
+    def chunks(self) -> list[Standardised]:  # type: ignore[override]
+        if isinstance(self.inner, Dense):
+            g = self.inner.g
+            parts: list[Piece] = [Dense(part) for part in g.split(chunk_size(math.prod(g.shape[1:]), g))]
+        else:
+            parts = list(self.inner.chunks())
+        outputs: Sequence[Tensor | None] = [None] * len(parts)
+        if self.outputs is not None and self.count:
+            rows = len(self.outputs) // self.count
+            outputs = self.outputs.split([rows * part.count for part in parts])
+        return [Standardised(part, self.projection, y) for part, y in zip(parts, outputs, strict=True)]
+
+    def zero(self, bad: Tensor) -> Piece:
+        return Standardised(self.inner.zero(bad), self.projection)
+
+
+@rule(StandardisedConv2d)
+def standardised_convolution(module: StandardisedConv2d, tape: Tape, input: Tensor) -> Tensor:
+    x, padding = explicit_padding(module, input)
+    geometry = Geometry(module.kernel_size, module.stride, padding, module.dilation, module.groups)
+    weight, bias = module.weight, module.bias
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        projection = Projection(*standardise(weight, module.eps))
+    fixed = None if bias is None else bias.detach()
+    out = F.conv2d(x, projection.filters, fixed, geometry.stride, padding, geometry.dilation, geometry.groups)
+    kept = _exact_outputs(out, fixed, weight, module.groups)
+
+    def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
+        if weight.requires_grad:
+            conv = Conv(saved[0], cotangent, views, weight.shape, geometry)
+            formed = tape.strategy != "norms-first" and conv.prefers_dense
+            yield weight, Standardised(Dense(conv.dense()) if formed else conv, projection, None if formed else kept)
+        if bias is not None and bias.requires_grad:
+            yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
+
+    return tape.tap(out, (x,), (weight, bias), pieces)
+
+
+def _exact_outputs(out: Tensor, bias: Tensor | None, weight: Tensor, groups: int) -> Tensor | None:
+    """A copy of the output without bias, where positions are so few that norms will come from Gram matrices. Not on a
+    GPU, where a convolution may have used TF32."""
+    tokens = math.prod(out.shape[2:])
+    few = gram_is_cheaper(tokens, math.prod(weight.shape[1:]), weight.shape[0] // groups, out)
+    if out.is_cuda or out.dtype != accumulate_dtype(out) or not few:
+        return None
+    out = out.detach()
+    return out.clone() if bias is None else out - bias.view(-1, *[1] * (out.ndim - 2))
+
+
+__all__ = ["Projection", "Standardised", "standardised_convolution"]
