@@ -13,7 +13,7 @@ FORMAT = "erlangen-checkpoint-1"
 _TENSOR = "__tensor__"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RuntimeError):
     """The file is no checkpoint of ours, or is damaged."""
 
 

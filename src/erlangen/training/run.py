@@ -1,6 +1,7 @@
 """A run and its folder: configuration, ledger, metrics, checkpoint, weights, summary, certificate.
 
 config.json           every option, settled
+model.json            what prediction needs: input, classes, how pixels are scaled
 ledger.jsonl (+.copy) what has been released, written before it is used
 metrics.jsonl         public test metrics and ε, line by line
 checkpoint.safetensors  everything a resumed run needs; never a seed
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ import torch
 from safetensors.torch import save as to_bytes
 
 import erlangen
-from erlangen.accounting import Budget, certificate
-from erlangen.accounting.ledger import Ledger, Release
+from erlangen.accounting import Budget, certificate, epsilon
+from erlangen.accounting.ledger import Ledger, LedgerError, Release, copy_path, read_ledger
+from erlangen.data import Dataset
+from erlangen.deploy.card import ModelCard
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
-from erlangen.training.session import Session
+from erlangen.training.folder import absolute, append_line, open_folder, remark_on, stream_id, write
+from erlangen.training.session import Session, load_data
 
 #: called after each step with the session and what is known so far
 Watcher = Callable[[Session, dict[str, Any]], None]
@@ -49,43 +53,144 @@ class Result:
     folder: Path | None
 
 
+def warn(text: str) -> None:
+    """Where remarks go unless the caller takes them (the command line prints them)."""
+    warnings.warn(text, stacklevel=3)
+
+
 def train(
-    config: TrainConfig, out: str | Path | None = None, overwrite: bool = False, watch: Watcher | None = None
+    config: TrainConfig,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    watch: Watcher | None = None,
+    say: Callable[[str], None] = warn,
 ) -> Result:
     """Train privately. With ``out`` everything is written there; the summary says what was guaranteed."""
+    config = replace(config, data=absolute(config.data))
+    dataset = load_data(config)
+    remark_on(dataset, say)
     if out is None:
-        return _run(Session(config), None, None, watch)
+        return _run(Session(config, dataset), None, None, watch)
     folder = open_folder(out, overwrite)
-    session = Session(config, run_id=folder.name)
-    write(folder / "config.json", session.config.to_json() + "\n")
-    fingerprint = session.dataset.fingerprint()
-    with Ledger.create(folder / "ledger.jsonl", data=fingerprint, run=folder.name, unit=session.units.name) as ledger:
+    session = Session(config, dataset, run_id=stream_id(config, dataset))
+    with _new_ledger(folder, session) as ledger:
+        for release in session.prior:  # on disk before its value is
+            ledger.reserve(release, 1)
+            ledger.spend(release)
+        write(folder / "config.json", session.config.to_json() + "\n")
+        ModelCard.of(session).save(folder)
         return _run(session, folder, ledger, watch)
 
 
-def resume(folder: str | Path, watch: Watcher | None = None, **changes: Any) -> Result:
-    """Go on where a run stopped, also on another device or with another physical batch size (``changes``)."""
+def resume(
+    folder: str | Path,
+    watch: Watcher | None = None,
+    say: Callable[[str], None] = warn,
+    single_copy: bool = False,
+    **changes: Any,
+) -> Result:
+    """Go on where a run stopped, also on another device, with another physical batch size, or with moved data.
+
+    What changes no result may change: ``device``, ``max_physical_batch``, and ``data`` if it holds the same records.
+    Damage to the ledger is repaired and said; every release it counts stays spent, whatever checkpoint is resumed.
+    """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds no run to resume: there is no config.json")
-    not_allowed = set(changes) - {"device", "max_physical_batch"}
-    if not_allowed:
-        raise ConfigError(f"{', '.join(sorted(not_allowed))} cannot change in a resumed run; start a new one")
-    session = Session(replace(TrainConfig.from_file(folder / "config.json"), **changes), run_id=folder.name)
-    with Ledger.open(folder / "ledger.jsonl") as ledger:
-        if ledger.book.data != session.dataset.fingerprint():
+    config = _resumed_config(folder, changes)
+    dataset = load_data(config)
+    remark_on(dataset, say)
+    with _old_ledger(folder, config, dataset, single_copy) as ledger:
+        if ledger.book.data != dataset.fingerprint():
             raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs")
-        saved = folder / "checkpoint.safetensors"
-        if saved.exists():
-            state = checkpoint.load(saved)
-            if not ledger.contains(state.get("ledger", {})):
-                raise ConfigError(
-                    f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back"
-                )
-            session.load_state_dict(state)
+        for note in ledger.damage:
+            say(f"the ledger of {folder} was damaged and has been repaired: {note}")
+        if "data" in changes:
+            stored = TrainConfig.from_file(folder / "config.json")
+            write(folder / "config.json", replace(stored, data=config.data).to_json() + "\n")
+        session = Session(config, dataset, run_id=str(ledger.book.header.get("streams", folder.name)))
+        _load_checkpoint(session, folder, ledger, say)
         for event, count in ledger.pairs():
             session.accountant.record(event, count)
+        finished = _finished(session, folder, ledger)
+        if finished is not None:
+            say(f"{folder} is complete: {_why_complete(finished)}; nothing was trained")
+            return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
+
+
+def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} holds no run to resume: there is no config.json")
+    not_allowed = set(changes) - {"data", "device", "max_physical_batch"}
+    if not_allowed:
+        raise ConfigError(f"{', '.join(sorted(not_allowed))} cannot change in a resumed run; start a new one")
+    if "data" in changes:
+        changes["data"] = absolute(changes["data"])
+    config = TrainConfig.from_file(folder / "config.json")
+    if "data" not in changes and Path(config.data).is_absolute() and not Path(config.data).exists():
+        raise ConfigError(f"the data of {folder} is gone from {config.data}; if it was moved, say where: --data FILE")
+    return replace(config, **changes)
+
+
+def _new_ledger(folder: Path, session: Session) -> Ledger:
+    return Ledger.create(
+        folder / "ledger.jsonl",
+        {"streams": session.run_id},
+        data=session.dataset.fingerprint(),
+        run=folder.name,
+        unit=session.units.name,
+    )
+
+
+def _old_ledger(folder: Path, config: TrainConfig, dataset: Dataset, single_copy: bool) -> Ledger:
+    """The run's ledger; a new one if the run ended before anything of the private records left memory."""
+    path = folder / "ledger.jsonl"
+    if path.exists() or copy_path(path).exists():
+        return Ledger.open(path, single_copy)
+    left = [name for name in ("checkpoint.safetensors", "metrics.jsonl", "weights.safetensors") if (folder / name).exists()]
+    if left:
+        raise ConfigError(
+            f"the ledger of {folder} is gone, but {left[0]} is there: what it cost cannot be known. Restore ledger.jsonl, or "
+            "treat the run as not private (ε = ∞)"
+        )
+    header = {"streams": stream_id(config, dataset)}
+    return Ledger.create(path, header, data=dataset.fingerprint(), run=folder.name, unit=config.unit or "record")
+
+
+def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callable[[str], None]) -> None:
+    saved = folder / "checkpoint.safetensors"
+    if not saved.exists():
+        spent = f"; the {ledger.steps} releases that the ledger counts stay spent" if ledger.steps else ""
+        say(f"{folder} has no checkpoint: training starts again from step 0{spent}")
+        return
+    state = checkpoint.load(saved)
+    head = state.get("ledger")
+    if not isinstance(head, dict) or not ledger.contains(head):
+        raise ConfigError(f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back")
+    try:
+        session.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise checkpoint.CheckpointError(f"{saved} does not fit this run: {str(error)[:200] or type(error).__name__}") from error
+
+
+def _finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
+    """The summary of a run with nothing left to do, whose certificate counts what its ledger counts."""
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        certified = certificate.load(folder / "certificate.json")["steps"]
+        if summary["steps"] != session.step_count or certified != ledger.book.steps:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not (folder / "weights.safetensors").is_file() or allowed_steps(session, ledger) > 0:
+        return None
+    return {**summary, "complete": True}
+
+
+def _why_complete(summary: dict[str, Any]) -> str:
+    steps, planned = summary["steps"], summary["planned_steps"]
+    if steps >= planned:
+        return f"all {planned} steps are done"
+    return f"{steps} of {planned} steps are done and the privacy budget is spent"
 
 
 def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Watcher | None) -> Result:
@@ -95,23 +200,41 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
     if ledger is not None:
         _write_ahead(session, ledger, last)
     with stop_requests() as asked:
-        while session.step_count < last:
-            session.step()
-            if is_evaluation(session.config, session.step_count) or session.step_count == last:
-                metrics = _record(session, folder, ledger)
-            if watch is not None:
-                watch(session, metrics)
-            if asked and session.step_count < last:
-                _record(session, folder, ledger)
-                raise Interrupted(
-                    f"stopped after step {session.step_count}; go on with: erlangen train --resume {folder}"
-                )
+        try:
+            while session.step_count < last:
+                session.step()
+                if is_evaluation(session.config, session.step_count) or session.step_count == last:
+                    metrics = _record(session, folder, ledger)
+                if watch is not None:
+                    watch(session, metrics)
+                if asked and session.step_count < last:
+                    _record(session, folder, ledger)
+                    raise Interrupted(_stopped(session, folder, ledger, f"after step {session.step_count}"))
+        except KeyboardInterrupt:
+            where = f"in the middle of step {session.step_count + 1}"
+            raise Interrupted(_stopped(session, folder, ledger, where)) from None
     metrics = metrics or _record(session, folder, ledger)
+    if ledger is not None:
+        ledger.settle()
     summary = summarise(session, metrics, time.perf_counter() - started)
     if folder is not None and ledger is not None:
-        ledger.settle()
+        summary["ledger_notes"] = list(ledger.book.notes)
         _leave(session, folder, ledger, summary)
     return Result(summary, session, folder)
+
+
+def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where: str) -> str:
+    """What a stop leaves: everything that was used is spent, the rest of the reservation is given back."""
+    config = session.config
+    text = f"stopped {where} of {config.steps}"
+    if folder is None or ledger is None:
+        return text
+    with suppress(LedgerError):  # a write was cut off: the reservation counts in full
+        ledger.settle()
+    assert config.delta is not None
+    spent = epsilon(read_ledger(ledger.path).pairs(), config.delta)
+    amount = f"ε = {spent:.4g}" if math.isfinite(spent) else "ε = ∞"
+    return f"{text}: {amount} at δ = {config.delta:.1e} is spent; go on with: erlangen train --resume {folder}"
 
 
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:
@@ -145,11 +268,11 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
     release = Release(
         session.training.event(),
         sensitivity=mechanism.sensitivity,
-        sigma_eff=mechanism.noise_multiplier,
+        sigma_eff=getattr(mechanism.event(), "noise_multiplier", None),
         sample_rate=session.sampler.sample_rate,
         unit=session.units.name,
         mechanism=mechanism.name,
-        reason=mechanism.unsound or ("no noise is added (σ = 0)" if mechanism.noise_multiplier == 0 else None),
+        reason=mechanism.unsound or session.sampler.unsound or ("no noise is added (σ = 0)" if mechanism.noise_multiplier == 0 else None),
     )
     ledger.limit = last - session.step_count
     session.training.before_release.append(
@@ -174,13 +297,13 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
     assert config.delta is not None
     document = certificate.build(ledger.book, config.delta, {
         "sampler": session.sampler.describe(),
-        "mechanism": mechanism.describe(),
+        "mechanism": session.mechanism_facts(),
         "data_size": len(session.dataset),
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
         "audit": _audit_line(audited),
-        "config": json.loads(config.to_json()),
+        "config": {**json.loads(config.to_json()), "data": Path(config.data).name},  # not where the owner keeps it
     })  # fmt: skip
     certificate.save(document, folder)
 
@@ -226,39 +349,17 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def open_folder(out: str | Path, overwrite: bool) -> Path:
-    folder = Path(out)
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise ConfigError(
-                f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with --resume {folder}"
-            )
-        if not (folder / "config.json").exists():
-            raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def write(path: Path, text: str) -> None:
-    checkpoint.write_atomically(path, text.encode())
-
-
-def append_line(path: Path, values: dict[str, Any]) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(values) + "\n")
-
-
 def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Facts only: test metrics, the guarantee by both accountants, what it rests on, what it does not cover."""
     config, mechanism = session.config, session.training.mechanism
+    names = getattr(session.dataset, "class_names", None)
     guarantee = {
         "epsilon": {method: _number(session.epsilon(method)) for method in ("pld", "rdp")},
         "delta": config.delta,
         "neighbouring": mechanism.neighbouring,
         "unit": session.units.name,
         "sampler": session.sampler.describe(),
-        "mechanism": mechanism.describe(),
+        "mechanism": session.mechanism_facts(),
         "releases": session.accountant.steps,
     }
     return {
@@ -270,7 +371,7 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
             "name": session.dataset.name,
             "records": len(session.dataset),
             "classes": session.dataset.classes,
-            "class_names": getattr(session.dataset, "class_names", None),
+            "class_names": None if names is None else list(names),
             "input_shape": list(session.dataset.input_shape),
             "fingerprint": session.dataset.fingerprint(),
         },
@@ -294,6 +395,8 @@ def in_plain_words(summary: dict[str, Any]) -> str:
     whose = "record" if guarantee["unit"] == "record" else f"{guarantee['unit']} (all their records together)"
     if epsilon == "inf":
         why = guarantee["mechanism"]["guarantee"]
+        if why == "sound":
+            why = guarantee["sampler"].get("guarantee", why)
         reason = "no noise was added (σ = 0)" if why == "sound" else why
         return f"No privacy guarantee: ε = ∞, because {reason}."
     odds = math.exp(epsilon)

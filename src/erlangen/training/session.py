@@ -46,7 +46,7 @@ class Session:
     def __init__(
         self, config: TrainConfig, dataset: Dataset | None = None, run_id: str = "", workers: Workers | None = None
     ) -> None:
-        dataset = load(config.data, config.unit) if dataset is None else dataset
+        dataset = load_data(config) if dataset is None else dataset
         self.dataset, self.run_id, self.workers = dataset, run_id, workers or Workers()
         if not self.workers.alone:
             self.workers.require_same({"configuration": config.to_json(), "data": dataset.fingerprint(), "run": run_id})
@@ -230,10 +230,20 @@ class Session:
         self.sampler.load_state_dict(state["sampler"])
 
 
+def load_data(config: TrainConfig) -> Dataset:
+    """The records of a configuration."""
+    return load(config.data, config.unit)
+
+
 def _device(name: str, workers: Workers) -> str:
     own = "cuda" if workers.alone else f"cuda:{local_rank()}"
     if name == "auto":
         return own if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or not (not index or index.isdigit()):
+        raise ConfigError(f"device is {name!r}; give cpu, cuda, cuda:N, mps or auto")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} but this PyTorch sees no GPU; use --device cpu")
+    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; give cuda:0 or another of them")
     return own if name == "cuda" else name

@@ -1,0 +1,82 @@
+"""The run folder and what a run is told by: paths, names of random streams, remarks on the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from erlangen.data import Dataset, datasets
+from erlangen.training.checkpoint import write_atomically
+from erlangen.training.config import ConfigError, TrainConfig
+
+#: options that change no result: a run may be resumed with others, and equal seeds give equal weights whatever they are
+NO_RESULT = ("data", "device", "max_physical_batch", "pad", "evaluations")
+
+
+def absolute(data: str) -> str:
+    """Where the data is, whatever folder a later command is called from; names of data sets stay names."""
+    return data if data in datasets() or not Path(data).exists() else os.path.abspath(data)
+
+
+def stream_id(config: TrainConfig, dataset: Dataset) -> str:
+    """The name of a run's random streams: equal for the same options on the same records, different for any other run.
+
+    So two seeded runs give the same weights exactly if they should, and never share noise if they differ.
+    """
+    units = len(dataset) if dataset.unit is None else len(np.unique(np.asarray(dataset.unit)))
+    options = {k: v for k, v in dataclasses.asdict(config.settled(units)).items() if k not in NO_RESULT}
+    facts = json.dumps({**options, "records": dataset.fingerprint()}, sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
+    """What the owner of the data wants to know before training. Said, never stored: it speaks of private records."""
+    for note in dataset.notes:
+        say(note)
+    if dataset.y_test is None:
+        return
+    unseen = sorted(set(np.unique(dataset.y_test).tolist()) - set(np.unique(dataset.y_train).tolist()))
+    if unseen:
+        shown = ", ".join(map(str, unseen[:10])) + (" …" if len(unseen) > 10 else "")
+        share = float(np.isin(dataset.y_test, unseen).mean())
+        say(
+            f"y_test holds classes that never occur in y_train ({shown}): {share:.1%} of the test set cannot be right; "
+            "check the labels and the split"
+        )
+
+
+def open_folder(out: str | Path, overwrite: bool) -> Path:
+    """An empty folder for a run; one that holds something is refused, or with ``overwrite`` replaced if it is a run."""
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"out is {folder}, which is a file; give a folder")
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise ConfigError(
+                f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with --resume {folder}"
+            )
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out is {folder}, which cannot be made: {error.strerror}; choose another --out") from error
+    return folder
+
+
+def write(path: Path, text: str) -> None:
+    write_atomically(path, text.encode())
+
+
+def append_line(path: Path, values: dict[str, Any]) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(values) + "\n")
