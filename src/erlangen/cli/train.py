@@ -31,6 +31,10 @@ def train(
     mechanism: str | None = typer.Option(None, help="A mechanism's name."),
     clipping: str | None = typer.Option(None, help="flat, per-layer, auto-s, psac or adaptive."),
     max_grad_norm: float | None = typer.Option(None, help="The clipping bound C."),
+    sampling: str | None = typer.Option(None, help="poisson, or importance (by gradient norm)."),
+    selective: bool | None = typer.Option(
+        None, "--selective", help="Keep an update only if a second sample's loss falls; costs a release a step."
+    ),
     batch: int | None = typer.Option(None, help="Expected batch size (units of privacy)."),
     steps: int | None = typer.Option(None, help="Number of steps."),
     lr: float | None = typer.Option(None, help="Learning rate."),
@@ -49,6 +53,7 @@ def train(
     """Train a model with differential privacy and say what was guaranteed."""
     given: dict[str, Any] = {
         "data": data, "model": model, "mechanism": mechanism, "clipping": clipping, "max_grad_norm": max_grad_norm,
+        "sampling": sampling, "selective": selective,
         "batch": batch, "steps": steps, "lr": lr, "unit": unit, "seed": seed, "secure": secure, "device": device,
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
     }  # fmt: skip
