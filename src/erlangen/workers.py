@@ -32,7 +32,7 @@ class Workers:
         if not 0 <= rank < count:
             raise ValueError(f"rank is {rank} in a group of {count}; ranks are 0…{count - 1}")
         self.rank, self.count = rank, count
-        #: whether the others know what to do; until then they wait for the first one's word
+        #: whether training has begun; until then the others wait for the first one's word
         self.begun = False
 
     @classmethod

@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0
 
 
-def train(*args: Any, **options: Any) -> Result | None:
-    """`run.train` by all workers; the result is on the first one, None on the others."""
-    from erlangen.training import run
+def train(*args: Any, **options: Any) -> Result:
+    """`run.train`, with the help of the other workers; for the first one."""
+    from erlangen.training.run import train as run
 
-    return _together(lambda workers: run.train(*args, workers=workers, **options))
-
-
-def resume(*args: Any, **options: Any) -> Result | None:
-    """`run.resume` by all workers, however many there were before."""
-    from erlangen.training import run
-
-    return _together(lambda workers: run.resume(*args, workers=workers, **options))
+    return _lead(lambda workers: run(*args, **{**options, "workers": workers}))
 
 
-def _together(lead: Callable[[Workers], Result]) -> Result | None:
+def resume(*args: Any, **options: Any) -> Result:
+    """`run.resume`, with the help of the other workers, however many there were before; for the first one."""
+    from erlangen.training.run import resume as run
+
+    return _lead(lambda workers: run(*args, **{**options, "workers": workers}))
+
+
+def assist() -> None:
+    """What every other worker does meanwhile."""
+    with joined() as workers:
+        follow(workers)
+
+
+def _lead(run: Callable[[Workers], Result]) -> Result:
     with joined() as workers:
         if not workers.first:
-            follow(workers)
-            return None
+            raise RuntimeError(f"rank {workers.rank} cannot lead a run: call assist() on all ranks but the first")
         try:
-            return lead(workers)
+            return run(workers)
         except BaseException as error:
             give_up(workers, error)
             raise
-
-
-def is_first() -> bool:
-    """Whether this process is the one that speaks, before any group exists."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
@@ -99,17 +99,22 @@ def _timeout() -> float:
 
 def begin(session: Session, last: int) -> int:
     """Everybody at the state of the first worker's session, to train up to step ``last``; returns it."""
-    if session.workers.alone:
+    workers = session.workers
+    if workers.alone:
+        return last
+    last, workers.begun = workers.decide(lambda: last), True
+    if last == session.step_count and workers.first:
+        workers.tell(b"")
         return last
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
-        if session.workers.first:
+        if workers.first:
             checkpoint.save(path, session.state_dict())
-        content = session.workers.tell(path.read_bytes() if session.workers.first else b"")
-        if not session.workers.first:
+        content = workers.tell(path.read_bytes() if workers.first else b"")
+        if not workers.first and content:
             path.write_bytes(content)
             session.load_state_dict(checkpoint.load(path))
-    return int(session.workers.decide(lambda: last))
+    return last if content else session.step_count
 
 
 def give_up(workers: Workers, error: BaseException) -> None:
@@ -125,7 +130,7 @@ def follow(workers: Workers) -> Session:
     """Step along until the first worker's last step. Nothing is written, printed or evaluated here."""
     from erlangen.training.run import Interrupted, stop_requests
 
-    facts = workers.decide(dict)
+    facts: dict[str, Any] = workers.decide(dict)
     session = Session(TrainConfig.from_dict(facts["config"]), run_id=facts["run"], workers=workers)
     last = begin(session, 0)
     with stop_requests() as asked:

@@ -33,8 +33,10 @@ from erlangen.data import Dataset
 from erlangen.deploy.card import ModelCard
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.distributed import begin
 from erlangen.training.folder import absolute, append_line, open_folder, remark_on, stream_id, write
 from erlangen.training.session import Session, load_data
+from erlangen.workers import Workers
 
 #: called after each step with the session and what is known so far
 Watcher = Callable[[Session, dict[str, Any]], None]
@@ -64,15 +66,19 @@ def train(
     overwrite: bool = False,
     watch: Watcher | None = None,
     say: Callable[[str], None] = warn,
+    workers: Workers | None = None,
 ) -> Result:
-    """Train privately. With ``out`` everything is written there; the summary says what was guaranteed."""
+    """Train privately. With ``out`` everything is written there; the summary says what was guaranteed.
+
+    ``workers`` is for `distributed.train`, which lets several processes share the work of this one.
+    """
     config = replace(config, data=absolute(config.data))
     dataset = load_data(config)
     remark_on(dataset, say)
     if out is None:
-        return _run(Session(config, dataset), None, None, watch)
+        return _run(Session(config, dataset, workers=workers), None, None, watch)
     folder = open_folder(out, overwrite)
-    session = Session(config, dataset, run_id=stream_id(config, dataset))
+    session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
     with _new_ledger(folder, session) as ledger:
         for release in session.prior:  # on disk before its value is
             ledger.reserve(release, 1)
@@ -87,6 +93,7 @@ def resume(
     watch: Watcher | None = None,
     say: Callable[[str], None] = warn,
     single_copy: bool = False,
+    workers: Workers | None = None,
     **changes: Any,
 ) -> Result:
     """Go on where a run stopped, also on another device, with another physical batch size, or with moved data.
@@ -106,13 +113,14 @@ def resume(
         if "data" in changes:
             stored = TrainConfig.from_file(folder / "config.json")
             write(folder / "config.json", replace(stored, data=config.data).to_json() + "\n")
-        session = Session(config, dataset, run_id=str(ledger.book.header.get("streams", folder.name)))
+        session = Session(config, dataset, str(ledger.book.header.get("streams", folder.name)), workers)
         _load_checkpoint(session, folder, ledger, say)
         for event, count in ledger.pairs():
             session.accountant.record(event, count)
         finished = _finished(session, folder, ledger)
         if finished is not None:
             say(f"{folder} is complete: {_why_complete(finished)}; nothing was trained")
+            begin(session, session.step_count)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
 
@@ -196,7 +204,7 @@ def _why_complete(summary: dict[str, Any]) -> str:
 def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Watcher | None) -> Result:
     started = time.perf_counter()
     metrics: dict[str, Any] = {}
-    last = session.step_count + allowed_steps(session, ledger)
+    last = begin(session, session.step_count + allowed_steps(session, ledger))
     if ledger is not None:
         _write_ahead(session, ledger, last)
     with stop_requests() as asked:
@@ -207,7 +215,7 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
                     metrics = _record(session, folder, ledger)
                 if watch is not None:
                     watch(session, metrics)
-                if asked and session.step_count < last:
+                if session.workers.any(bool(asked)) and session.step_count < last:
                     _record(session, folder, ledger)
                     raise Interrupted(_stopped(session, folder, ledger, f"after step {session.step_count}"))
         except KeyboardInterrupt:

@@ -1,0 +1,54 @@
+"""Several gloo processes on this machine, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from erlangen.workers import Workers
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([  # imported once, before the processes are forked
+    "erlangen.training.distributed", "erlangen.models.small", "erlangen.audit.named", "dp_accounting.pld", "dp_accounting.rdp",
+    "sklearn.datasets", "scipy.stats", "torch._dynamo", "torch.func", "tests.processes",
+])  # fmt: skip
+
+
+def _process(answers: Any, fn: Callable[..., Any], rank: int, count: int, store: str, timeout: float, args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+        )
+        answers.put((rank, pickle.dumps(fn(Workers.current(), *args)), None))
+        dist.destroy_process_group()
+    except BaseException as error:
+        answers.put((rank, pickle.dumps(error), traceback.format_exc()))
+
+
+def together(count: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, failing: bool = False) -> list[Any]:
+    """``fn(workers, *args)`` in ``count`` processes: the results by rank. With ``failing`` exceptions are results."""
+    with tempfile.TemporaryDirectory() as folder:
+        answers = CONTEXT.Queue()
+        processes = [
+            CONTEXT.Process(target=_process, args=(answers, fn, rank, count, str(Path(folder) / "store"), timeout, args))
+            for rank in range(count)
+        ]
+        for process in processes:
+            process.start()
+        got = {rank: (pickle.loads(value), trace) for rank, value, trace in (answers.get(timeout=4 * timeout) for _ in processes)}
+        for process in processes:
+            process.join()
+    if not failing:
+        broken = [trace for _, trace in got.values() if trace]
+        assert not broken, "\n".join(broken)
+    return [got[rank][0] for rank in range(count)]
