@@ -1,0 +1,80 @@
+"""``model.json`` of a run: what prediction needs besides the weights. All of it is public or was released."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from erlangen.data.preprocessing import DataError, Preprocessing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from erlangen.training.session import Session
+
+FILE = "model.json"
+FORMAT = "erlangen-model-1"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The network by name and options, its input, its classes."""
+
+    model: str
+    model_options: dict[str, Any]
+    input_shape: tuple[int, ...]
+    classes: int
+    class_names: tuple[str, ...]
+    preprocessing: Preprocessing | None
+
+    @classmethod
+    def of(cls, session: Session) -> ModelCard:
+        data, config = session.dataset, session.config
+        return cls(
+            config.model, config.model_options, data.input_shape, data.classes, data.class_names, data.preprocessing
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A name for every class: the folder's, or the number."""
+        return self.class_names or tuple(str(k) for k in range(self.classes))
+
+    def save(self, folder: Path) -> None:
+        from erlangen.training.checkpoint import write_atomically
+
+        values = {"format": FORMAT, **dataclasses.asdict(self)}
+        write_atomically(folder / FILE, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelCard:
+        path = folder / FILE
+        if not path.is_file():
+            raise DataError(f"{folder} holds no trained model: there is no {FILE}; give the folder of a finished run")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values.pop("format") != FORMAT:
+                raise ValueError(f"it is not in the format {FORMAT}")
+            prep = values["preprocessing"]
+            card = cls(**{
+                **values, "input_shape": tuple(values["input_shape"]), "class_names": tuple(values["class_names"]),
+                "preprocessing": None if prep is None else Preprocessing.from_json(prep),
+            })  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if card.class_names and len(card.class_names) != card.classes:
+            raise DataError(f"{path} has {len(card.class_names)} class names for {card.classes} classes")
+        return card
+
+
+def load_run(folder: str | Path) -> tuple[nn.Module, ModelCard]:
+    """The trained model of a run folder, ready to predict on the CPU, and its card."""
+    from erlangen.training.validate import load_model
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"no folder at {folder}; give the folder of a finished run, e.g. runs/first")
+    card = ModelCard.read(folder)
+    return load_model(folder, card.input_shape, card.classes), card
