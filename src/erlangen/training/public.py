@@ -19,7 +19,7 @@ from erlangen.training.checkpoint import write_atomically
 
 FILE = "public.safetensors"
 #: images kept: one of each class first, then the mistakes of which the network was most sure
-SHOWN = 48
+SHOWN = 36
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""Charts as data: what is shown, without saying by which library. Drawn on the page and on paper from the same values.
+
+Colours are names: ``c0`` … ``c7`` (series), ``ink``, ``soft``, ``bad``, ``good``; each renderer has its own palette.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+Row: TypeAlias = list[str]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """``span`` fixes the range, ``percent`` writes shares as percentages, ``categories`` names places 0, 1, …"""
+
+    label: str
+    span: tuple[float, float] | None = None
+    log: bool = False
+    percent: bool = False
+    categories: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, set of points, bars or band. ``low``/``high`` are the ends of error bars (or of the band).
+
+    Points are ``joined`` by a line where their order means something.
+    """
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    kind: Literal["line", "points", "bars", "band", "steps"] = "line"
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+    colour: str = "c0"
+    dash: bool = False
+    right: bool = False
+    joined: bool = False
+    notes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Base:
+    """``key`` names files and anchors; ``caption`` says how to read it; ``alt`` says what is to be seen, with numbers."""
+
+    key: str
+    title: str
+    caption: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Chart(Base):
+    """Series over two or three axes."""
+
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    right: Axis | None = None
+    height: int = 380
+    square: bool = False
+
+    def table(self) -> tuple[Row, list[Row]]:
+        header = ["series", self.x.label, "value", "low", "high"]
+        rows = []
+        for s in self.series:
+            axis = self.right if s.right and self.right is not None else self.y
+            for k, (x, y) in enumerate(zip(s.x, s.y, strict=True)):
+                ends = [number(e[k], axis) if e is not None else "" for e in (s.low, s.high)]
+                rows.append([s.name, number(x, self.x), number(y, axis), *ends])
+        return header, rows
+
+
+@dataclass(frozen=True)
+class Heat(Base):
+    """A matrix with named rows and columns. ``diverging`` scales are symmetric about ``centre``."""
+
+    values: np.ndarray
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    x: str
+    y: str
+    scale: str
+    diverging: bool = False
+    span: tuple[float, float] | None = None
+    texts: tuple[tuple[str, ...], ...] | None = None
+    ticks: tuple[tuple[float, str], ...] | None = None
+    height: int = 420
+    square: bool = False
+
+    def table(self) -> tuple[Row, list[Row]]:
+        body = self.texts or tuple(tuple(plain(v) for v in row) for row in self.values)
+        return ["", *self.columns], [[name, *row] for name, row in zip(self.rows, body, strict=True)]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One small image [H, W] or [H, W, 3] in [0, 1] (or, ``signed``, [−1, 1]) with a line of text below."""
+
+    pixels: np.ndarray
+    label: str
+    alt: str
+    signed: bool = False
+    mark: Literal["", "good", "bad"] = ""
+
+
+@dataclass(frozen=True)
+class Gallery(Base):
+    """Small images in reading order, ``columns`` to a row (0: as many as fit)."""
+
+    pictures: tuple[Picture, ...]
+    columns: int = 0
+
+    def table(self) -> tuple[Row, list[Row]]:
+        return ["image", "what it shows"], [[p.label, p.alt] for p in self.pictures]
+
+
+Figure: TypeAlias = Chart | Heat | Gallery
+
+
+def number(value: float, axis: Axis) -> str:
+    if axis.categories is not None and float(value).is_integer() and 0 <= value < len(axis.categories):
+        return axis.categories[int(value)]
+    return f"{100 * value:.1f} %" if axis.percent else plain(value)
+
+
+def plain(value: float) -> str:
+    """Four digits."""
+    value = float(value)
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "–∞" if value < 0 else "–"
+    return str(int(value)) if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def small(value: float) -> str:
+    """A small number such as δ: 10⁻⁵, 7.0·10⁻⁶."""
+    if not 0 < value < 0.01:
+        return plain(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if mantissa == "1.0" else f"{mantissa}·{power}"
+
+
+def floats(values: Sequence[float] | np.ndarray) -> tuple[float, ...]:
+    return tuple(float(v) for v in values)

@@ -1,0 +1,183 @@
+"""A run as its report sees it: what lies in the folder, read with distrust.
+
+Names, classes and options come from users and are only ever text here. The certificate is recomputed, not believed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from erlangen.accounting import certificate, certificate_check
+from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.public import PublicPredictions
+
+#: options that do not make two runs different experiments
+INCIDENTAL = ("seed", "secure", "device", "max_physical_batch", "strategy", "evaluations", "non_private")
+
+
+class ReportError(ValueError):
+    """A folder cannot be reported on; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run. ``problems`` says what in its certificate does not hold; ``certificate`` is None without one."""
+
+    folder: Path
+    config: TrainConfig
+    summary: dict[str, Any]
+    certificate: dict[str, Any] | None
+    problems: tuple[str, ...]
+    history: tuple[dict[str, Any], ...]
+    audit: dict[str, Any] | None
+    public: PublicPredictions | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def guarantee(self) -> dict[str, Any]:
+        return self.summary["guarantee"]
+
+    @property
+    def delta(self) -> float:
+        return float(self.guarantee["delta"])
+
+    @property
+    def epsilon(self) -> float:
+        """The true ε: of the certificate if it verifies, of the summary without one, ∞ if they cannot be believed."""
+        if self.problems:
+            return math.inf
+        if self.certificate is not None:
+            return finite_or_inf(self.certificate["guarantee"]["best_epsilon"])
+        return finite_or_inf(self.guarantee["epsilon"]["pld"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the public test set; None without one."""
+        value = self.summary.get("test", {}).get("test_accuracy")
+        return None if value is None else float(value)
+
+    @property
+    def classes(self) -> int:
+        if self.public is not None:
+            return int(self.public.logits.shape[1])
+        return int(self.summary["data"].get("classes") or 0)
+
+    def class_name(self, index: int) -> str:
+        names = self.summary["data"].get("class_names")
+        return str(names[index]) if isinstance(names, list) and index < len(names) else str(index)
+
+    @property
+    def non_private(self) -> list[str]:
+        """Statistics of private records that were computed outside any mechanism in this run."""
+        return [str(x) for x in self.summary.get("non_private") or []]
+
+    @cached_property
+    def setting(self) -> str:
+        """Everything that decides the run but its seed: runs of one setting differ by chance alone."""
+        values = json.loads(self.config.to_json())
+        return json.dumps({k: v for k, v in values.items() if k not in INCIDENTAL}, sort_keys=True)
+
+    def model(self) -> nn.Module:
+        """The trained network, from the weights of the folder."""
+        from erlangen.training.validate import load_model
+
+        shape = self.summary["data"].get("input_shape")
+        if shape is None and self.public is not None:
+            shape = self.public.images.shape[1:]
+        if shape is None or not self.classes:
+            raise ReportError(f"{self.folder} does not say the shape of its images; train it again to see its network")
+        return load_model(self.folder, tuple(int(n) for n in shape), self.classes)
+
+
+def read(folder: Path) -> Run:
+    """The run in ``folder``."""
+    for needed, why in (("config.json", "there is no config.json"), ("summary.json", "the run did not finish")):
+        if not (folder / needed).is_file():
+            cure = (
+                "go on with erlangen train --resume" if needed == "summary.json" else "give a folder of erlangen train"
+            )
+            raise ReportError(f"{folder} holds no finished run: {why}; {cure}")
+    config = TrainConfig.from_file(folder / "config.json")
+    summary = _json(folder / "summary.json")
+    if not isinstance(summary, dict) or not isinstance(summary.get("guarantee"), dict):
+        raise ReportError(f"{folder / 'summary.json'} is not the summary of a run")
+    summary.setdefault("data", {})
+    document, problems = _certificate(folder)
+    return Run(
+        folder, config, summary, document, problems, _history(folder), _audit(folder), PublicPredictions.load(folder)
+    )
+
+
+def collect(folders: Iterable[Path]) -> list[Run]:
+    """Runs of the folders in order; a comparison's folder stands for its final runs."""
+    runs: list[Run] = []
+    for folder in folders:
+        index = folder / "comparison.json"
+        if index.is_file():
+            cells = _json(index).get("runs", [])
+            runs += [read(folder / str(cell)) for cell in cells if (folder / str(cell) / "summary.json").is_file()]
+        else:
+            runs.append(read(folder))
+    if not runs:
+        raise ReportError("there is no finished run to report on")
+    return runs
+
+
+def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    path = folder / "certificate.json"
+    if not path.is_file():
+        return None, ()
+    problems = tuple(certificate_check.verify(path))
+    try:
+        return certificate.load(path), problems
+    except ValueError:
+        return None, problems
+
+
+def _history(folder: Path) -> tuple[dict[str, Any], ...]:
+    """Evaluations by step. A resumed run may have written a step twice: the last one counts. A torn line is left out."""
+    path = folder / "metrics.jsonl"
+    rows: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (ValueError, KeyError, TypeError):
+            continue
+    return tuple(rows[step] for step in sorted(rows))
+
+
+def _audit(folder: Path) -> dict[str, Any] | None:
+    path = folder / "audit.json"
+    found = _json(path) if path.is_file() else None
+    return found if isinstance(found, dict) and isinstance(found.get("findings"), list) else None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} cannot be read: {error}") from error
+
+
+def finite_or_inf(value: Any) -> float:
+    """Files write ∞ as "inf"; whatever is no number is not a guarantee."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return math.inf
+    return number if not math.isnan(number) else math.inf
+
+
+__all__ = ["ConfigError", "ReportError", "Run", "collect", "finite_or_inf", "read"]

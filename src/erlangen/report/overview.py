@@ -1,0 +1,129 @@
+"""The figures and the table of several runs together: accuracy against the true ε, with spread over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from erlangen.report.chart import Axis, Chart, Series, floats, plain, small
+from erlangen.report.folder import Run
+from erlangen.report.measures import pareto
+
+#: options that make another method or another task; the rest (ε, noise, rates, steps) is where a method is run
+METHOD = (
+    "data", "unit", "model", "model_options", "mechanism", "mechanism_options", "clipping", "clipping_options", "views",
+    "augment", "denoise",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """Runs that differ by their seed alone."""
+
+    method: str
+    epsilon: float
+    accuracies: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accuracies)
+
+    @property
+    def std(self) -> float | None:
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+def method_names(runs: list[Run]) -> dict[int, str]:
+    """For each run (by place) the options in which the runs differ as methods; the mechanism if in none."""
+    options = [json.loads(run.config.to_json()) for run in runs]
+    differing = [key for key in METHOD if len({json.dumps(o[key], sort_keys=True) for o in options}) > 1]
+    return {k: " · ".join(_words(o[key]) for key in differing or ["mechanism"]) for k, o in enumerate(options)}
+
+
+def points(runs: list[Run]) -> list[Point]:
+    names = method_names(runs)
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for place, run in enumerate(runs):
+        if run.accuracy is not None:
+            groups.setdefault((names[place], run.setting), []).append(run)
+    return [
+        Point(name, max(r.epsilon for r in found), tuple(float(r.accuracy or 0.0) for r in found))
+        for (name, _), found in groups.items()
+    ]
+
+
+def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
+    """Means with ± one standard deviation over seeds, and the Pareto front of the means."""
+    every = points(runs)
+    private = sorted((p for p in every if math.isfinite(p.epsilon)), key=lambda p: p.epsilon)
+    if len(private) < 2:
+        return None
+    series = []
+    for k, name in enumerate(dict.fromkeys(p.method for p in private)):
+        mine = [p for p in private if p.method == name]
+        low, high = (floats([p.mean + sign * (p.std or 0.0) for p in mine]) for sign in (-1, 1))
+        notes = tuple(f"{len(p.accuracies)} run(s)" for p in mine)
+        x, y = floats([p.epsilon for p in mine]), floats([p.mean for p in mine])
+        series.append(Series(name, x, y, "points", low, high, f"c{k % 8}", joined=True, notes=notes))
+    front = [private[i] for i in pareto([(p.epsilon, p.mean) for p in private])]
+    series.append(
+        Series(
+            "Pareto front", floats([p.epsilon for p in front]), floats([p.mean for p in front]), "steps", colour="ink",
+            dash=True,
+        )
+    )  # fmt: skip
+    without = sum(not math.isfinite(p.epsilon) for p in every)
+    note = f" {without} setting(s) without a guarantee (ε = ∞) are left out." if without else ""
+    best = front[-1]
+    return Chart(
+        "pareto",
+        "Accuracy against ε",
+        "Each point is the mean over runs that differ by their seed alone; whiskers are ± one standard deviation over those "
+        "runs. ε is the true one, recomputed from what was released. The dashed line is the Pareto front: no setting here is "
+        f"both more private and more accurate.{note}",
+        f"The front goes from {front[0].mean:.1%} at ε = {front[0].epsilon:.3g} ({front[0].method}) to {best.mean:.1%} at "
+        f"ε = {best.epsilon:.3g} ({best.method}).",
+        Axis("ε (smaller is more private)", log=private[-1].epsilon / private[0].epsilon > 20),
+        Axis("accuracy on the public test set", percent=True),
+        tuple(series),
+        height=440,
+    )
+
+
+def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
+    names = method_names(runs)
+    header = ["run", "method", "ε", "δ", "accuracy", "certificate"]
+    rows = []
+    for place, run in enumerate(runs):
+        state = "does not verify" if run.problems else "recomputed" if run.certificate is not None else "none"
+        accuracy = "–" if run.accuracy is None else f"{run.accuracy:.1%}"
+        rows.append([run.name, names[place], plain(run.epsilon), small(run.delta), accuracy, state])
+    return header, rows
+
+
+def comparability(runs: list[Run]) -> list[str]:
+    """What stands in the way of reading these runs as one comparison."""
+    facts: dict[str, set[Any]] = {
+        "private data (by fingerprint)": {r.summary["data"].get("fingerprint") for r in runs},
+        "δ": {r.delta for r in runs},
+        "unit of privacy": {r.guarantee.get("unit", "record") for r in runs},
+        "neighbouring relation": {r.guarantee.get("neighbouring") for r in runs},
+    }
+    return [
+        f"The runs differ in their {what}: their ε are not of the same kind."
+        if what != "private data (by fingerprint)"
+        else "The runs were trained on different private data: their accuracies are not of the same task."
+        for what, values in facts.items()
+        if len(values) > 1
+    ]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={_words(v)}" for k, v in sorted(value.items())) or "default"
+    if isinstance(value, list):
+        return "×".join(_words(v) for v in value)
+    return "–" if value is None else str(value)

@@ -1,0 +1,120 @@
+"""The privacy statement in plain words, from the certificate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from erlangen.report.chart import plain, small
+from erlangen.report.folder import Run
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``tone`` is good, careful or bad; ``facts`` are (name, value); the lists are sentences."""
+
+    tone: str
+    headline: str
+    sentences: tuple[str, ...]
+    warnings: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    not_covered: tuple[str, ...]
+
+
+def statement(run: Run) -> Statement:
+    """What is guaranteed to whom, what that means, what was checked, what is not covered."""
+    warnings = _warnings(run)
+    finite = math.isfinite(run.epsilon)
+    tone = "bad" if not finite else "careful" if warnings else "good"
+    not_covered = tuple(str(x) for x in (run.certificate or {}).get("not_covered", []))
+    return Statement(
+        tone, _headline(run), _meaning(run) if finite else _no_guarantee(run), warnings, _facts(run), not_covered
+    )
+
+
+def _unit(run: Run) -> str:
+    return str((run.certificate or run.guarantee).get("unit") or "record")
+
+
+def _headline(run: Run) -> str:
+    if run.problems:
+        return "The certificate of this run does not hold."
+    if not math.isfinite(run.epsilon):
+        return "This model has no privacy guarantee."
+    return f"Each {_unit(run)} is protected: ε = {run.epsilon:.3g} at δ = {small(run.delta)}."
+
+
+def _meaning(run: Run) -> tuple[str, ...]:
+    unit, delta = _unit(run), run.delta
+    whole = "" if unit == "record" else f" All records of one {unit} are protected together."
+    out = [
+        f"The trained model would have come out nearly the same had any one {unit} not been in the training data: no "
+        f"outcome becomes more than e^ε = {math.exp(min(run.epsilon, 50)):.3g} times as likely, except with probability "
+        f"δ = {small(delta)}.{whole}"
+    ]
+    rows = (run.certificate or {}).get("guarantee", {}).get("attacker", [])
+    if rows:
+        limits = "; ".join(
+            f"{'if they may accuse' if k == 0 else 'if'} {100 * r['fpr']:g} % of the others wrongly, at most {100 * r['tpr']:.1f} %"
+            for k, r in enumerate(rows)
+        )
+        out.append(
+            f"Suppose somebody knows everything except whether one {unit} took part, and tests that as well as anyone can. Of "
+            f"those who took part they recognise, {limits}."
+        )
+    return tuple(out)
+
+
+def _no_guarantee(run: Run) -> tuple[str, ...]:
+    if run.problems:
+        return tuple(f"Found when it was recomputed: {problem}" for problem in run.problems[:5])
+    reasons = (run.certificate or {}).get("guarantee", {}).get("reasons") or [
+        run.guarantee["mechanism"].get("guarantee")
+    ]
+    why = tuple(f"Why: {reason}." for reason in reasons if reason and reason != "sound")
+    return ("ε = ∞: an attacker may find out with certainty whether given data was used.", *why)
+
+
+def _warnings(run: Run) -> tuple[str, ...]:
+    out = []
+    if run.certificate is None and not run.problems:
+        out.append("There is no certificate: the figures are those of summary.json and were not recomputed.")
+    elif run.certificate is not None and run.certificate["randomness"] != "secure":
+        out.append(
+            "The noise can be drawn again (reproducible mode): good for experiments, not for release. "
+            "Train with --secure before giving the model away."
+        )
+    if run.non_private:
+        out.append(
+            f"Computed from private records without noise, and not covered by ε: {', '.join(run.non_private)}. "
+            "Do not publish what is marked NOT PRIVATE below."
+        )
+    return tuple(out)
+
+
+def _facts(run: Run) -> tuple[tuple[str, str], ...]:
+    mechanism, data, c = run.guarantee["mechanism"], run.summary["data"], run.certificate
+    spent = run.guarantee["epsilon"]
+    facts = [
+        ("ε by PLD / by RDP", f"{_number(spent.get('pld'))} / {_number(spent.get('rdp'))}"),
+        ("δ", small(run.delta)),
+        ("neighbouring data sets", str(run.guarantee.get("neighbouring", "–"))),
+        ("unit of privacy", _unit(run)),
+        ("mechanism", f"{run.config.mechanism}, σ = {_number(mechanism.get('noise_multiplier'))}, "
+                      f"sensitivity {_number(mechanism.get('sensitivity'))}"),
+        ("releases", f"{run.guarantee.get('releases', run.summary.get('steps', '–'))}"),
+        ("data", f"{data.get('name', '–')}: {data.get('records', '–')} records (treated as public)"),
+        ("network", f"{run.config.model}, {run.summary.get('parameters', 0):,} parameters"),
+        ("randomness", str(run.summary.get("randomness", "–"))),
+    ]  # fmt: skip
+    if c is not None:
+        state = "recomputed from its releases: every number agrees" if not run.problems else "does not verify"
+        facts.append(("certificate", state))
+        facts.append(("Gaussian equivalent μ", _number(c.get("guarantee", {}).get("gdp_mu"))))
+    return tuple(facts)
+
+
+def _number(value: object) -> str:
+    if isinstance(value, (int, float)):
+        return plain(float(value))
+    return "∞" if value == "inf" else "–"
