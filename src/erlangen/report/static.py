@@ -35,8 +35,10 @@ def draw(chart: Figure, path: Path) -> None:
     """Write one figure. Text stays text in SVG, so that it can be searched and set in the paper's own font."""
     import matplotlib
 
-    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
-             "pdf.fonttype": 42, "text.usetex": False, "text.parse_math": False, "savefig.bbox": "tight", "svg.hashsalt": "erlangen"}  # fmt: skip
+    style: dict[Any, Any] = {
+        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none", "pdf.fonttype": 42,
+        "text.usetex": False, "text.parse_math": False, "savefig.bbox": "tight", "svg.hashsalt": "erlangen",
+    }  # fmt: skip
     with matplotlib.rc_context(style):
         from matplotlib.figure import Figure as Canvas
 
