@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from erlangen.lipschitz import OrthogonalConv2d, OrthogonalDense, Projector, Sequential, SpectralConv2d, SpectralDense
 from erlangen.lipschitz.base import MARGIN
-from erlangen.lipschitz.norms import conv_norm, dense_norm, gram_iteration, overlap, polyphase
+from erlangen.lipschitz.norms import (
+    certified,
+    conv_norm,
+    dense_norm,
+    dense_symbols,
+    gram_iteration,
+    overlap,
+    polyphase,
+)
 
 
 def operator(weight, stride, padding, size):
@@ -31,9 +39,60 @@ def spectral(matrix):
 def test_dense_norms_are_tight_upper_bounds(rows, columns, seed):
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     true = spectral(w.double())
-    assert true <= float(dense_norm(w)) <= true * MARGIN * (1 + 1e-9)
-    bound = float(gram_iteration(w.double()))
-    assert true * (1 - 1e-12) <= bound <= true * min(rows, columns) ** (2.0**-9) * (1 + 1e-9)
+    assert true <= float(dense_norm(w)) <= true * MARGIN * min(rows, columns) ** (2.0**-9) * (1 + 1e-4) + 1e-9
+
+
+@pytest.mark.parametrize("shape", [(7, 90), (40, 40), (120, 30), (128, 128), (129, 140), (3, 5000)])
+@pytest.mark.parametrize("kind", ["random", "orthogonal", "one large", "ill-conditioned", "complex"])
+def test_single_precision_iteration_bounds_and_loses_little(shape, kind):
+    """Below 128 rows the squarings run in float32: what their rounding can hide is added."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    if kind == "complex":
+        w = torch.complex(w, torch.randn(*shape, generator=generator, dtype=torch.float64)).to(torch.complex64)
+    u, s, vh = torch.linalg.svd(w.to(torch.complex128) if w.is_complex() else w, full_matrices=False)
+    if kind == "orthogonal":
+        w = u @ vh
+    elif kind == "one large":
+        w = u[:, :1] @ vh[:1] + 1e-3 * w
+    elif kind == "ill-conditioned":
+        w = u @ torch.diag(torch.logspace(0, -12, len(s), dtype=torch.float64)) @ vh
+    true = spectral(w.to(torch.complex128) if w.is_complex() else w)
+    bound = float(gram_iteration([w])[0])
+    assert true <= bound <= true * 1.012
+
+
+def test_ranks_share_the_iteration_and_keep_their_own_bounds():
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        scale * torch.randn(6, n, generator=generator) for scale, n in ((1.0, 6), (100.0, 9), (1e-3, 6), (1.0, 4))
+    ]
+    together = certified([dense_symbols(w) for w in weights])
+    for w, bound in zip(weights, together, strict=True):
+        assert float(bound) == pytest.approx(float(dense_norm(w)), rel=1e-9)
+        assert spectral(w.double()) <= float(bound)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-25, 1e-6, 1e25, math.nan, math.inf])
+def test_extreme_weights_are_bounded_or_refused(value):
+    for bound, true in (
+        (dense_norm(torch.full((3, 4), value)), value * math.sqrt(12)),
+        (conv_norm(torch.full((3, 4, 3, 3), value), (1, 1), (4, 4)), value * math.sqrt(12)),
+    ):
+        assert float(bound) >= true if math.isfinite(value) else not math.isfinite(float(bound))
+
+
+@pytest.mark.parametrize("setting", ["highest", "high", "medium"])
+def test_certificates_do_not_depend_on_the_precision_of_products(setting):
+    w = torch.randn(60, 60, generator=torch.Generator().manual_seed(0))
+    exact, before = dense_norm(w), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(dense_norm(w), exact)
+        assert torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @settings(max_examples=40, deadline=None)
@@ -42,8 +101,9 @@ def test_dense_norms_are_tight_upper_bounds(rows, columns, seed):
     st.integers(0, 2), st.integers(5, 9), st.booleans(), st.integers(0, 10**6),
 )  # fmt: skip
 def test_conv_norms_bound_the_operator(cin, cout, kh, kw, sh, sw, pad, n, capped, seed):
-    w = torch.randn(cout, cin, kh, kw, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    matrix = operator(w, (sh, sw), pad, (n, n + 1))
+    dtype = torch.float64 if seed % 2 else torch.float32
+    w = torch.randn(cout, cin, kh, kw, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    matrix = operator(w.double(), (sh, sw), pad, (n, n + 1))
     outputs = ((n + 2 * pad - kh) // sh + 1, (n + 1 + 2 * pad - kw) // sw + 1)
     bound = float(conv_norm(w, (sh, sw), outputs, cap=4 if capped else 64))
     assert spectral(matrix) <= bound
@@ -77,7 +137,7 @@ def test_power_iteration_is_not_a_bound():
     for _ in range(5):
         v = w.T @ (w @ v)
         v = v / v.norm()
-    assert float((w @ v).norm()) < 1.0 <= float(gram_iteration(w))
+    assert float((w @ v).norm()) < 1.0 <= float(gram_iteration([w])[0])
 
 
 @settings(max_examples=20, deadline=None)
@@ -123,7 +183,7 @@ def test_between_certifications_the_bound_is_an_upper_bound():
     project()
     with torch.no_grad():
         net[0].weight.add_(0.05 * torch.randn_like(net[0].weight))
-    assert float(project.between("0", net[0])) >= spectral(operator(net[0].weight.detach().double(), 1, 1, (12, 12)))
+    assert float(project.between()[0]) >= spectral(operator(net[0].weight.detach().double(), 1, 1, (12, 12)))
 
 
 def test_weights_that_are_not_finite_become_zero():

@@ -15,8 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from erlangen.lipschitz.norms import Symbols
 
 #: outward factor on every certified norm and every sensitivity; absorbs float32 rounding of the layer's own arithmetic
 MARGIN = 1.0 + 1e-4
@@ -90,6 +94,10 @@ class Constrained(LipschitzLayer):
         """An upper bound on the operator norm of the weight as it is now, as a float64 scalar, margin included."""
         raise NotImplementedError
 
+    def symbols(self) -> Symbols | None:
+        """Matrices that decide the operator norm, to be certified with those of other layers; None if there are none."""
+        return None
+
     def frobenius_factor(self) -> float:
         """c with ‖operator of ΔW‖ ≤ c·‖ΔW‖_F."""
         return 1.0
@@ -100,13 +108,14 @@ class Constrained(LipschitzLayer):
     def shrink(self, bound: Tensor) -> None:
         """Scale the weight by min(1, l/bound) for a certified ``bound``; a weight that is not finite becomes zero."""
         shrink_to(self.weight, bound, self.lipschitz)
+        self.project_bias()
+
+    def project_bias(self) -> None:
         if self.bias is not None:
             shrink_to(self.bias, self.bias.detach().double().norm() * MARGIN, self.bias_bound)
 
 
 def shrink_to(parameter: Tensor, bound: Tensor, limit: float) -> None:
     """In place and without waiting for the device: parameter · min(1, limit/bound), zero if the bound is not finite."""
-    scale = (limit / bound).clamp(max=1.0).nan_to_num(nan=0.0)
-    finite = bound.isfinite()
-    data = parameter.detach()
-    data.copy_((data * scale.to(data)).where(finite, data.new_zeros(())))
+    scale = (limit / bound).clamp(max=1.0)
+    parameter.detach().mul_(scale).masked_fill_(~bound.isfinite(), 0.0)

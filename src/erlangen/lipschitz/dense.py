@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.lipschitz.base import MARGIN, Activation, Constrained
-from erlangen.lipschitz.norms import dense_norm
+from erlangen.lipschitz.norms import Symbols, certified, dense_symbols
 
 
 class SpectralDense(nn.Linear, Constrained):  # type: ignore[misc]
@@ -32,8 +32,11 @@ class SpectralDense(nn.Linear, Constrained):  # type: ignore[misc]
             nn.init.zeros_(self.bias)
         self.project()
 
+    def symbols(self) -> Symbols | None:
+        return dense_symbols(self.weight)
+
     def certified_norm(self) -> Tensor:
-        return dense_norm(self.weight)
+        return certified([dense_symbols(self.weight)])[0]
 
     def output_shape(self, x: Activation) -> tuple[int, ...]:
         if not x.shape or x.shape[-1] != self.in_features:
@@ -72,6 +75,9 @@ class FrobeniusDense(SpectralDense):
         with torch.no_grad():
             self.weight.mul_(self.lipschitz / self.weight.norm())
         self.project()
+
+    def symbols(self) -> None:
+        """None: its norm is a Frobenius norm."""
 
     def certified_norm(self) -> Tensor:
         return self.weight.detach().double().norm() * MARGIN

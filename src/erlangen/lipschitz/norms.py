@@ -1,8 +1,14 @@
-"""Certified operator norms: upper bounds, never estimates. All in float64, on the weight's own device, without a wait.
+"""Certified operator norms: upper bounds, never estimates; many matrices at once, on their own device, without a wait.
 
-Dense. The largest eigenvalue of the Gram matrix by a backward-stable solver on the CPU (its relative error, a few
-hundred 2⁻⁵³, is far inside the margin); Gram iteration on other devices: with G₁ = WWᵀ and G_{t+1} = G_t²,
-σ(W) ≤ ‖G_T‖_F^(1/2^T), at most rank^(1/2^(T+1)) too large.
+Gram iteration (Delattre et al. 2023). With G₁ = AAᴴ and G_{t+1} = G_tG_tᴴ, ‖A‖ = ‖G_T‖^(1/2^T), and ‖G‖ is at most its
+Frobenius norm and at most its largest row or column sum: too large by r^(1/2^(T+1)) at worst, and hardly at all both for
+matrices with a gap and for nearly orthogonal ones.
+
+Rounding is paid for. A product of r×n by n×r matrices computed with unit roundoff u is wrong by at most γ‖A‖_F‖B‖_F in
+Frobenius norm, whatever the order of summation, with γ = (n+4)u, and 2√2 times that for complex numbers. Since
+‖G‖_F² ≤ r‖G‖², one computed product satisfies ‖G‖² ≤ ‖fl(GGᴴ)‖/(1 − rγ): every squaring costs a known factor whose
+2^t-th root counts, and the iteration may run in float32 where rγ is small (`LARGEST_SINGLE`). The first Gram matrix of a
+real matrix, whose inner dimension is the long one, is formed in float64.
 
 Convolution. A convolution with stride s is a convolution with stride 1 over the s·s phases of its input, with a kernel
 of k' = ⌈k/s⌉ taps. Zero-padded to n outputs it is a submatrix of the circulant on a grid of M = n + k' − 1 points. Its
@@ -16,53 +22,137 @@ Power iteration bounds from below and is not used.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from erlangen.lipschitz.base import MARGIN
+from erlangen.lipschitz.precision import full_precision
 
 #: T of the Gram iteration: rank 1024 costs a factor of at most 1.014, and a random matrix far less
 SQUARINGS = 8
 #: frequencies per axis above which the grid is capped and paid for (3 taps: a factor of at most 1.04)
 LARGEST_GRID = 16
+#: rank above which the iteration runs in float64, because float32's rounding would cost more than 0.5 %
+LARGEST_SINGLE = 128
+#: what underflow can hide, added to every bound
+_TINY = 1e-12
 
 
-def gram_iteration(matrices: Tensor, squarings: int = SQUARINGS) -> Tensor:
-    """An upper bound on the largest singular value of each matrix [..., m, n], by repeated squaring."""
-    gram = _gram(matrices)
-    log = torch.zeros(gram.shape[:-2], dtype=torch.float64, device=gram.device)
-    for _ in range(squarings - 1):
-        size = torch.linalg.matrix_norm(gram).clamp(min=1e-300)
-        gram = gram / size[..., None, None]
-        gram, log = gram @ gram, 2 * (log + size.log())
-    return torch.exp((log + torch.linalg.matrix_norm(gram).log()) / 2.0**squarings)
+@dataclass(frozen=True)
+class Symbols:
+    """Matrices [F, m, n] (or one, [m, n]) whose largest singular value, times ``factor``, bounds an operator norm."""
+
+    matrices: Tensor
+    factor: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        return min(self.matrices.shape[-2:])
 
 
-def singular_bound(matrices: Tensor) -> Tensor:
-    """An upper bound on the largest singular value of each matrix (up to roundoff of float64)."""
-    if matrices.device.type != "cpu":
-        return gram_iteration(matrices)
-    gram = _gram(matrices)
-    finite = gram.abs().amax((-2, -1)).isfinite()
-    values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, torch.zeros_like(gram)))
-    return torch.where(finite, values[..., -1].clamp(min=0).sqrt(), math.inf)
+def certified(operators: Sequence[Symbols]) -> list[Tensor]:
+    """A certified bound for each operator, margin included, as float64 scalars. Equal ranks share their kernels."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for index, operator in enumerate(operators):
+        groups.setdefault((operator.rank, operator.matrices.is_complex()), []).append(index)
+    bounds: dict[int, Tensor] = {}
+    with full_precision():
+        for members in groups.values():
+            found = gram_iteration([operators[i].matrices for i in members])
+            bounds |= {i: bound * (operators[i].factor * MARGIN) for i, bound in zip(members, found, strict=True)}
+    return [bounds[i] for i in range(len(operators))]
+
+
+def gram_iteration(stacks: Sequence[Tensor], squarings: int = SQUARINGS) -> list[Tensor]:
+    """For each stack [F, m, n] (or [m, n]) of one rank, an upper bound on its largest singular value.
+
+    The stacks may have been computed in float32; that error is the caller's. Not finite where a stack is not.
+    """
+    rank, complex_ = min(stacks[0].shape[-2:]), stacks[0].is_complex()
+    single = rank <= LARGEST_SINGLE
+    grams, logs, counts = [], [], []
+    for stack in stacks:
+        matrices = stack.detach() if stack.ndim == 3 else stack.detach()[None]
+        gram, log = _first_gram(matrices, single)
+        grams.append(gram)
+        logs.append(log.expand(len(matrices)))
+        counts.append(len(matrices))
+    gram, log = torch.cat(grams), torch.cat(logs)
+    gram = gram.to(torch.complex64 if single else torch.complex128) if complex_ else gram.to(_real(single))
+    for t in range(1, squarings):
+        if t % 3 == 1:  # norms lie in [1/√r, 1] after this, and in float32's range for three squarings more
+            size = torch.linalg.vector_norm(gram, dim=(1, 2)).clamp(min=1e-30)
+            gram, log = gram / size[:, None, None], log + size.double().log() / 2.0**t
+        gram = gram @ gram.mH
+    power = 2.0**squarings
+    bound = torch.exp(log + _norm_bound(gram).double().log() / power)
+    largest = [part.amax() for part in bound.split(counts)]
+    longest = [max(stack.shape[-2:]) for stack in stacks]
+    return [value * _rounding(rank, n, complex_, single) + _TINY for value, n in zip(largest, longest, strict=True)]
+
+
+def _first_gram(matrices: Tensor, single: bool) -> tuple[Tensor, Tensor]:
+    """The smaller of AAᴴ and AᴴA for A scaled to entries ≤ 1, and the logarithm of the scale. Real: in float64."""
+    if not matrices.is_complex():
+        matrices = matrices.double()
+    elif not single:
+        matrices = matrices.to(torch.complex128)
+    largest = torch.view_as_real(matrices).abs().amax() if matrices.is_complex() else matrices.abs().amax()
+    largest = largest.clamp(min=1e-30)
+    scaled = matrices / largest
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    return scaled @ scaled.mH if wide else scaled.mH @ scaled, largest.double().log()[None]
+
+
+def _norm_bound(gram: Tensor) -> Tensor:
+    """‖G‖ ≤ ‖G‖_F and ‖G‖² ≤ ‖G‖₁·‖G‖_∞ (largest sums of columns and of rows)."""
+    size = gram.abs()
+    sums = (size.sum(1).amax(1) * size.sum(2).amax(1)).sqrt()
+    return torch.minimum(torch.linalg.vector_norm(size, dim=(1, 2)), sums)
+
+
+def _rounding(rank: int, longest: int, complex_: bool, single: bool) -> float:
+    """What the roundings of the whole iteration can have hidden, as a factor ≥ 1 on the singular value."""
+    u = torch.finfo(_real(single)).eps / 2
+    constant = 2 * math.sqrt(2) if complex_ else 1.0
+    square = 1.0 - rank * (constant * (rank + 4) * u + 4 * u)  # a squaring, and the scaling or cast before it
+    first_u = u if complex_ else torch.finfo(torch.float64).eps / 2
+    first = 1.0 - rank * (constant * (longest + 4) * first_u + 4 * first_u)
+    if square <= 0.5 or first <= 0.5:
+        raise ValueError(f"a matrix of rank {rank} with {longest} columns is too large to be certified")
+    last = 1.0 + 2 * (rank**2 + 8) * u  # of the final norms
+    return (last / (square * first)) ** 0.5
+
+
+def _real(single: bool) -> torch.dtype:
+    return torch.float32 if single else torch.float64
+
+
+def dense_symbols(weight: Tensor) -> Symbols:
+    """‖W‖₂ itself."""
+    return Symbols(weight.detach())
 
 
 def dense_norm(weight: Tensor) -> Tensor:
     """Certified bound on ‖W‖₂, margin included."""
-    return singular_bound(weight.detach().double()) * MARGIN
+    return certified([dense_symbols(weight)])[0]
 
 
-def conv_norm(
+def conv_symbols(
     weight: Tensor, stride: tuple[int, int], outputs: tuple[int, int] | None, cap: int = LARGEST_GRID
-) -> Tensor:
-    """Certified bound on the norm of a zero-padded convolution [O, C, kh, kw], margin included.
+) -> Symbols:
+    """P(θ) of a zero-padded convolution [O, C, kh, kw] on its grid of frequencies.
 
     ``outputs`` is the size of its output; None means any size. Padding does not matter: it only chooses a submatrix.
+    float32 weights give complex64 symbols, and the factor covers their rounding: entry by entry at most (taps + 6)·2u of
+    Σ_a|K_a|, hence (taps + 6)·2u·√taps·‖K‖_F in Frobenius norm, and ‖K‖_F ≤ √rank·max‖P‖ by Parseval.
     """
-    kernel = polyphase(weight.detach().double(), stride)
+    kernel = polyphase(weight.detach(), stride)
     grid, paid = [], 1.0
     for axis in (0, 1):
         taps = kernel.shape[2 + axis]
@@ -72,12 +162,39 @@ def conv_norm(
         if size < exact:
             paid *= math.cos(math.pi * (taps - 1) / (2 * size))
         grid.append(size)
-    symbols = torch.fft.rfft2(kernel, s=tuple(grid)).permute(2, 3, 0, 1)  # conjugate frequencies share their norms
-    return singular_bound(symbols.flatten(0, 1)).amax() / paid * MARGIN
+    taps_all, rank = math.prod(kernel.shape[2:]), min(kernel.shape[:2])
+    u = torch.finfo(kernel.dtype).eps / 2
+    lost = 2 * (taps_all + 6) * u * math.sqrt(taps_all * rank)
+    waves = _waves(tuple(kernel.shape[2:]), tuple(grid), kernel.dtype, kernel.device)  # type: ignore[arg-type]
+    with full_precision():
+        flat = waves @ kernel.flatten(2).permute(2, 0, 1).flatten(1)
+    real, imaginary = flat.view(2, -1, *kernel.shape[:2])
+    return Symbols(torch.complex(real, imaginary), 1.0 / (paid - lost))
+
+
+@functools.lru_cache(maxsize=None)  # never evicted: a captured graph reads them where they are
+def _waves(taps: tuple[int, int], grid: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[2·F, taps]: cosines, then minus sines, of ⟨a, θ⟩ on half of the grid (conjugate frequencies share their norms)."""
+    theta = [2 * math.pi * torch.arange(n, dtype=torch.float64) / n for n in grid]
+    rows = theta[0] if grid[1] > 1 else theta[0][: grid[0] // 2 + 1]
+    columns = theta[1][: grid[1] // 2 + 1]
+    vertical = rows[:, None, None, None] * torch.arange(taps[0])[:, None]
+    angle = vertical + columns[:, None, None] * torch.arange(taps[1])
+    flat = angle.flatten(2).flatten(0, 1)
+    return torch.cat([flat.cos(), -flat.sin()]).to(device, dtype)
+
+
+def conv_norm(
+    weight: Tensor, stride: tuple[int, int], outputs: tuple[int, int] | None, cap: int = LARGEST_GRID
+) -> Tensor:
+    """Certified bound on the norm of a zero-padded convolution, margin included; see `conv_symbols`."""
+    return certified([conv_symbols(weight, stride, outputs, cap)])[0]
 
 
 def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
     """[O, C, kh, kw] with a stride → the equivalent [O, C·sh·sw, ⌈kh/sh⌉, ⌈kw/sw⌉] with stride 1."""
+    if stride == (1, 1):
+        return kernel
     sh, sw = stride
     taps = math.ceil(kernel.shape[2] / sh), math.ceil(kernel.shape[3] / sw)
     padded = torch.nn.functional.pad(kernel, (0, taps[1] * sw - kernel.shape[3], 0, taps[0] * sh - kernel.shape[2]))
@@ -91,9 +208,3 @@ def overlap(kernel: tuple[int, int], stride: tuple[int, int], outputs: tuple[int
     if outputs is not None:
         count = [min(c, n) for c, n in zip(count, outputs)]
     return math.prod(count)
-
-
-def _gram(matrices: Tensor) -> Tensor:
-    """The smaller of AAᴴ and AᴴA."""
-    wide = matrices.shape[-2] <= matrices.shape[-1]
-    return matrices @ matrices.mH if wide else matrices.mH @ matrices

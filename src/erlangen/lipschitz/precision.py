@@ -7,6 +7,10 @@ refused: cotangents that overflow or vanish have no relative error bound.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from erlangen.lipschitz.base import ROUNDOFF
@@ -43,3 +47,36 @@ def require(precision: str, device: torch.device) -> None:
             f"products are computed in {now} but the sensitivities were certified for {precision}: pass "
             f"mechanism_options={{'precision': {now!r}}}, or switch {now} off"
         )
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 in float32, for certificates: no TF32, no bfloat16, no autocast."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the newer settings are in use, and refuse to be mixed with the older
+            with _ieee():
+                yield
+            return
+        if before == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _ieee() -> Iterator[None]:
+    products: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [p.fp32_precision for p in products]
+    for p in products:
+        p.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for p, value in zip(products, before, strict=True):
+            p.fp32_precision = value

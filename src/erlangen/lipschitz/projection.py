@@ -1,27 +1,26 @@
 """Keeping a network inside its constraints: projection after every step, checked before every use.
 
-A full certification costs some linear algebra per layer, independent of the batch. Between two of them the triangle
-inequality is enough: ‖W‖ ≤ ‖W_ref‖ + c·‖W − W_ref‖_F (c = 1 dense, √(⌈kh/sh⌉⌈kw/sw⌉) for convolutions) is as certified,
-looser, and nearly free.
+A full certification costs some linear algebra per layer, independent of the batch; layers of equal rank share their
+kernels, nothing waits for the device, and on a GPU the whole projection is captured once and replayed. Between two full
+ones the triangle inequality is enough: ‖W‖ ≤ ‖W_ref‖ + c·‖W − W_ref‖_F (c = 1 dense, √(⌈kh/sh⌉⌈kw/sw⌉) for convolutions)
+is as certified and nearly free, but looser: noise moves a weight much further in Frobenius than in operator norm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from erlangen.lipschitz.base import MARGIN, Constrained
+from erlangen.lipschitz.base import Constrained, LipschitzLayer
 from erlangen.lipschitz.compose import layers
+from erlangen.lipschitz.norms import certified
 
-
-@dataclass(frozen=True)
-class Certificate:
-    """A weight and a bound on its operator norm, both at the time of the last full certification."""
-
-    weight: Tensor
-    bound: Tensor
+#: outward factor on a bound that was scaled together with its weight
+_SCALED = 1.0 + 1e-6
+#: what underflow can hide in a Frobenius norm
+_TINY = 1e-12
 
 
 class Projector:
@@ -32,29 +31,69 @@ class Projector:
             raise ValueError(f"certify_every is {every}; certify every step (1) or every few")
         self.network, self.every = network, every
         self._calls = 0
-        self._certificates: dict[str, Certificate] = {}
         self._seen: list[tuple[int, int]] = []
+        found = list(layers(network))
+        #: layers that only scale their weight: certified together
+        self.scaled: list[Constrained] = [m for _, m in found if _only_scales(m)]  # type: ignore[misc]
+        self.others = [m for _, m in found if not _only_scales(m)]
+        self._known: tuple[float, ...] = ()
+        self._full, self._cheap = _Captured(self._certify), _Captured(self._follow)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """After this every bound of every layer holds."""
         full = self._calls % self.every == 0
-        for path, layer in layers(self.network):
-            if self.every == 1 or not isinstance(layer, Constrained):
-                layer.project()
-            elif full or path not in self._certificates:
-                layer.project()
-                self._certificates[path] = Certificate(layer.weight.detach().clone(), layer.certified_norm())
-            else:
-                layer.shrink(self.between(path, layer))
+        for layer in self.others:
+            layer.project()
+        if self.scaled:
+            key = self._key()
+            if key != self._known:
+                self._known, full = key, True
+                self._prepare()
+            (self._full if full else self._cheap)(key, self.scaled[0].weight.is_cuda)
         self._calls += 1
         self._seen = self._versions()
 
-    def between(self, path: str, layer: Constrained) -> Tensor:
-        """The bound by the triangle inequality."""
-        last = self._certificates[path]
-        moved = (layer.weight.detach().double() - last.weight.double()).norm()
-        return (last.bound + layer.frobenius_factor() * moved) * MARGIN
+    def _prepare(self) -> None:
+        """What the captured calls read and write, in memory that stays where it is."""
+        weights = [layer.weight.detach() for layer in self.scaled]
+        numbers = {"dtype": torch.float64, "device": weights[0].device}
+        self._reference = [w.clone() for w in weights]
+        self._reference_bound = torch.zeros(len(weights), **numbers)
+        self._limits = torch.tensor([layer.lipschitz for layer in self.scaled], **numbers)
+        # a float32 sum of n squares is wrong by at most n·u of itself, in any order
+        rounding = [1.0 + 2.0**-23 * (w.numel() + 8) for w in weights]
+        factors = [layer.frobenius_factor() * r for layer, r in zip(self.scaled, rounding, strict=True)]
+        self._factors = torch.tensor(factors, **numbers)
+
+    def _certify(self) -> None:
+        """Certified norms of all layers, and their weights scaled by min(1, l/norm)."""
+        scale, bound = self._shrink(torch.stack([b.to(self._reference_bound) for b in self.bounds()]))
+        if self.every > 1:
+            self._reference_bound.copy_((scale * bound).nan_to_num(nan=0.0, posinf=0.0) * _SCALED)
+            torch._foreach_copy_(self._reference, [layer.weight.detach() for layer in self.scaled])
+
+    def bounds(self) -> list[Tensor]:
+        """Full certificates of the layers that only scale their weight, as they are now."""
+        together = [(k, s) for k, layer in enumerate(self.scaled) if (s := layer.symbols()) is not None]
+        found = dict(zip((k for k, _ in together), certified([s for _, s in together]), strict=True))
+        return [found[k] if k in found else layer.certified_norm() for k, layer in enumerate(self.scaled)]
+
+    def _follow(self) -> None:
+        self._shrink(self.between())
+
+    def between(self) -> Tensor:
+        """Bounds by the triangle inequality from the last full certificates."""
+        moved = torch._foreach_sub([layer.weight.detach() for layer in self.scaled], self._reference)
+        lengths = torch.stack(torch._foreach_norm(moved)).double()
+        return self._reference_bound + lengths * self._factors + _TINY
+
+    def _shrink(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        scales, broken = (self._limits / bounds).clamp(max=1.0), ~bounds.isfinite()
+        for layer, scale, zero in zip(self.scaled, scales, broken, strict=True):
+            layer.weight.detach().mul_(scale).masked_fill_(zero, 0.0)
+            layer.project_bias()
+        return scales, bounds
 
     def ensure(self) -> None:
         """Project again if any parameter was written to since (a loaded checkpoint, an optimizer of the user's own)."""
@@ -62,5 +101,53 @@ class Projector:
             self._calls = 0
             self()
 
+    def _key(self) -> tuple[float, ...]:
+        """Where the weights lie and what they are held to: if that changes, nothing recorded is used again."""
+        places = [p.data_ptr() for p in self.network.parameters()]
+        return (*places, *(v for layer in self.scaled for v in (layer.lipschitz, layer.bias_bound)), *self._sizes())
+
+    def _sizes(self) -> list[float]:
+        """Output sizes that convolutions are certified for."""
+        return [float(n) for layer in self.scaled for n in getattr(layer, "outputs", None) or (0, 0)]
+
     def _versions(self) -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version) for p in self.network.parameters()]
+
+
+def _only_scales(layer: LipschitzLayer) -> bool:
+    return isinstance(layer, Constrained) and type(layer).project is Constrained.project
+
+
+class _Captured:
+    """A call without arguments on memory that stays where it is; on a GPU recorded at its second use, then replayed."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call, self.possible = call, True
+        self.key: tuple[float, ...] = ()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, key: tuple[float, ...], graph: bool) -> None:
+        if not (graph and self.possible):
+            self.call()
+        elif key != self.key:  # the first use: everything that is cached gets cached
+            self.key, self.graph = key, None
+            self.call()
+        elif self.graph is None:
+            self._record()
+        else:
+            self.graph.replay()
+
+    def _record(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self.call()
+            return
+        recorded = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(recorded):
+                self.call()
+        except RuntimeError:  # something in a layer cannot be recorded: it runs as it is
+            self.possible = False
+            self.call()
+            return
+        self.graph = recorded
+        recorded.replay()
