@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from erlangen.cli.manners import Misuse
+
 if TYPE_CHECKING:
     from erlangen.training.session import Session
+
+    Watch = Callable[[Session, dict[str, Any]], None]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,19 +39,23 @@ def train(
     selective: bool | None = typer.Option(
         None, "--selective", help="Keep an update only if a second sample's loss falls; costs a release a step."
     ),
-    batch: int | None = typer.Option(None, help="Expected batch size (units of privacy)."),
-    steps: int | None = typer.Option(None, help="Number of steps."),
-    lr: float | None = typer.Option(None, help="Learning rate."),
+    batch: int | None = typer.Option(None, help="Expected batch size (units of privacy). Default by the number of records."),
+    steps: int | None = typer.Option(None, help="Number of steps. Default 30 epochs."),
+    lr: float | None = typer.Option(None, help="Learning rate. Default by optimizer and clipping bound."),
     unit: str | None = typer.Option(None, help="Array of the file that names each record's patient or group."),
     seed: int | None = typer.Option(None, help="Makes the run reproducible, and therefore not fit for release."),
     secure: bool | None = typer.Option(None, "--secure", help="Noise and sampling from the system's secure generator."),
     device: str | None = typer.Option(None, help="cpu, cuda or auto."),
     out: Path | None = typer.Option(None, help="Folder of the run. Default runs/DATA-TIME."),
-    resume: Path | None = typer.Option(None, help="Go on with the run in this folder."),
+    resume: Path | None = typer.Option(
+        None, help="Go on with the run in this folder; --device, --physical-batch and --data (moved) may differ."
+    ),
+    single_copy: bool = typer.Option(False, "--single-copy", help="Resume with one of the ledger's two copies missing."),
     physical_batch: int | None = typer.Option(None, help="Rows held in memory at once; changes no result."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a run that is in the folder."),
     config: Path | None = typer.Option(None, help="JSON file with any option of the configuration."),
     set_: list[str] = typer.Option([], "--set", help="key=value for any option of the configuration."),
+    tensorboard: bool = typer.Option(False, "--tensorboard", help="Also write RUN/tensorboard (needs tensorboard)."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
 ) -> None:
     """Train a model with differential privacy and say what was guaranteed."""
@@ -58,35 +66,45 @@ def train(
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
+    _refuse_zeros(values)
     if resume is not None:
-        summary = continue_with_progress(resume, values, quiet=as_json)
+        fixed = {"--delta": delta != "auto", "--out": out, "--overwrite": overwrite, "--config": config, "--set": set_}
+        _refuse_with_resume([name for name, value in fixed.items() if value])
+        summary = continue_with_progress(resume, values, quiet=as_json, single_copy=single_copy, tensorboard=tensorboard)
         typer.echo(json.dumps({**summary, "run": str(resume)})) if as_json else report(summary, resume)
         return
+    if single_copy:
+        raise Misuse("--single-copy is for --resume: a new run writes both copies of its ledger")
     if delta != "auto":
         values["delta"] = _float("delta", delta)
-    values = {**_file(config), **values, **dict(_assignment(text) for text in set_)}
-    if values.get("noise_multiplier") is not None and "epsilon" not in values:
-        values["epsilon"] = None
-
-    from erlangen.training.config import TrainConfig
-
-    settings = TrainConfig.from_dict(values)
+    settings = _settings(config, values | dict(_assignment(text) for text in set_))
     folder = out or Path("runs") / f"{Path(settings.data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    summary = run_with_progress(settings, folder, overwrite, quiet=as_json)
+    summary = run_with_progress(settings, folder, overwrite, quiet=as_json, tensorboard=tensorboard)
     if as_json:
         typer.echo(json.dumps({**summary, "run": str(folder)}))
     else:
         report(summary, folder)
 
 
-def _file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    import dataclasses
+def _settings(file: Path | None, given: dict[str, Any]) -> Any:
+    """The configuration: what was given here, then what the file says, then the defaults."""
+    from erlangen.training.config import TrainConfig, read_options
 
-    from erlangen.training.config import TrainConfig
+    values = read_options(file) if file is not None else {}
+    if given.keys() & {"epsilon", "noise_multiplier"}:  # one given here replaces the other one of the file
+        values = {key: value for key, value in values.items() if key not in ("epsilon", "noise_multiplier")}
+    return TrainConfig.from_dict(values | given)
 
-    return dataclasses.asdict(TrainConfig.from_file(path))
+
+def _refuse_zeros(values: dict[str, Any]) -> None:
+    for name in ("batch", "steps", "lr"):
+        if values.get(name) == 0:
+            raise Misuse(f"{name} is 0; give a number above 0, or leave --{name} out for the automatic choice")
+
+
+def _refuse_with_resume(names: list[str]) -> None:
+    if names:
+        raise Misuse(f"{', '.join(names)} cannot be given with --resume: the run keeps its folder and its options")
 
 
 def _float(name: str, text: str) -> float:
@@ -106,23 +124,52 @@ def _assignment(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
-def run_with_progress(settings: Any, folder: Path | None, overwrite: bool, quiet: bool) -> dict[str, Any]:
+def run_with_progress(
+    settings: Any, folder: Path, overwrite: bool, quiet: bool, tensorboard: bool = False
+) -> dict[str, Any]:
     """Train with a progress bar on stderr: ε spent, images a second, time left, public test accuracy."""
     from erlangen.training.run import train as run
 
-    with progress_bar(quiet) as watch:
-        return run(settings, folder, overwrite, watch).summary
+    with progress_bar(quiet) as bar, _board(folder, tensorboard) as board:
+        return run(settings, folder, overwrite, watch=_both(bar, board), say=_say).summary
 
 
-def continue_with_progress(folder: Path, changes: dict[str, Any], quiet: bool) -> dict[str, Any]:
+def continue_with_progress(
+    folder: Path, changes: dict[str, Any], quiet: bool, single_copy: bool = False, tensorboard: bool = False
+) -> dict[str, Any]:
     from erlangen.training.run import resume as run
 
-    with progress_bar(quiet) as watch:
-        return run(folder, watch, **changes).summary
+    with progress_bar(quiet) as bar, _board(folder, tensorboard) as board:
+        return run(folder, watch=_both(bar, board), say=_say, single_copy=single_copy, **changes).summary
+
+
+def _say(text: str) -> None:
+    print(f"erlangen: note: {text}", file=sys.stderr)
 
 
 @contextmanager
-def progress_bar(quiet: bool) -> Iterator[Callable[[Session, dict[str, Any]], None]]:
+def _board(folder: Path, wanted: bool) -> Iterator[Watch | None]:
+    if not wanted:
+        yield None
+        return
+    from erlangen.training.tensorboard import Board
+
+    with Board(folder / "tensorboard") as board:
+        yield board
+
+
+def _both(first: Watch, second: Watch | None) -> Watch:
+    def watch(session: Session, metrics: dict[str, Any]) -> None:
+        first(session, metrics)
+        if second is not None:
+            second(session, metrics)
+
+    return watch
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Watch]:
+    """A bar that stays once a step was made; before that, an error finds the screen empty."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -133,22 +180,35 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[Session, dict[str, Any]], No
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
-        task = progress.add_task("", total=None, note="calibrating the noise")
-        first: list[tuple[float, int]] = []
+    console = Console(file=sys.stderr)
+    progress = Progress(*columns, console=console, disable=quiet)
+    waiting = None if quiet or not console.is_terminal else console.status("reading the data, calibrating the noise")
+    task = progress.add_task("", total=None, note="")
+    first: list[tuple[float, int]] = []
 
-        def watch(session: Session, metrics: dict[str, Any]) -> None:
-            if not first:
-                first.append((time.perf_counter(), session.step_count))
-            seconds, steps = time.perf_counter() - first[0][0], session.step_count - first[0][1]
-            note = f"{steps * session.config.batch / max(1e-9, seconds):,.0f} images/s"
-            if metrics:
-                note = f"ε {float(metrics['epsilon']):.2f}  " + note
-                if "test_accuracy" in metrics:
-                    note = f"test {metrics['test_accuracy']:.1%}  " + note
-            progress.update(task, completed=session.step_count, total=session.config.steps, note=note)
+    def watch(session: Session, metrics: dict[str, Any]) -> None:
+        if not first:
+            first.append((time.perf_counter(), session.step_count))
+            if waiting is not None:
+                waiting.stop()
+            progress.start()
+        seconds, steps = time.perf_counter() - first[0][0], session.step_count - first[0][1]
+        note = f"{steps * session.config.batch / max(1e-9, seconds):,.0f} images/s"
+        if metrics:
+            note = f"ε {float(metrics['epsilon']):.2f}  " + note
+            if "test_accuracy" in metrics:
+                note = f"test {metrics['test_accuracy']:.1%}  " + note
+        progress.update(task, completed=session.step_count, total=session.config.steps, note=note)
 
+    try:
+        if waiting is not None:
+            waiting.start()
         yield watch
+    finally:
+        if waiting is not None:
+            waiting.stop()
+        if first:
+            progress.stop()
 
 
 def report(summary: dict[str, Any], folder: Path | None) -> None:
@@ -167,5 +227,7 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo(
             f"Stopped        after {summary['steps']} of {summary['planned_steps']} steps: the privacy budget is spent"
         )
+    for note in summary.get("ledger_notes", []):
+        typer.echo(f"Ledger         was damaged and repaired: {note}")
     if folder is not None:
         typer.echo(f"Run            {folder} (certificate.json, certificate.md, weights.safetensors)")

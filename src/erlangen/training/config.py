@@ -113,14 +113,21 @@ class TrainConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown option(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        if values.get("noise_multiplier") is not None and "epsilon" not in values:
+            values = {**values, "epsilon": None}  # the default target gives way to a σ that was chosen
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: Path) -> TrainConfig:
-        try:
-            values = json.loads(Path(path).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as a JSON configuration: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds {type(values).__name__}, not a JSON object of options")
-        return cls.from_dict(values)
+        return cls.from_dict(read_options(path))
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """The options of a JSON configuration file; what it leaves out keeps its default."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a JSON configuration: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a JSON object of options")
+    return values
