@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
 from erlangen.sampling import PoissonSampler, PrivateLoader, Sampler, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
+from erlangen.sampling.tickets import Pass, Tickets
 from erlangen.sampling.units import unit_labels
 from erlangen.workers import Workers
 
@@ -49,7 +50,7 @@ class PrivateTraining:
         self.extras: list[Callable[[float], DpEvent]] = []
         #: called after each update of the weights; a projection is post-processing
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
-        self._last, self._pending, self._drawn = True, False, False
+        self._last, self._pending, self._tickets = True, False, Tickets()
         self._event: tuple[float, DpEvent] | None = None
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
@@ -57,25 +58,22 @@ class PrivateTraining:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def announce(self, rows: RowMap, first: bool = True, last: bool = True) -> None:
-        """The next batch holds these rows; it is the ``first`` / ``last`` physical part of its logical batch."""
+    def announce(self, rows: RowMap, first: bool = True, last: bool = True, source: Pass | None = None) -> None:
+        """The next batch holds these rows; it is the ``first`` / ``last`` physical part of its logical batch.
+
+        ``source`` is the loader's pass it was drawn in; batches announced by hand have none.
+        """
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
             self._pending = False
-        self.tape.clear()
-        self.tape.rows, self._last, self._drawn = rows, last, True
+        self._tickets.draw(source, tried=self.tape.next_batch())
+        self.tape.rows, self._last = rows, last
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
     def take(self) -> bool:
         """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
         gradients = self.tape.gradients()
-        if not self._drawn:
-            raise RuntimeError(
-                "this batch was not drawn by the data loader that make_private returned (or was used twice): sampling, "
-                "owners and accounting belong to its draws. Iterate over the returned loader; batches of your own are "
-                "announced with engine.training.announce(RowMap…)."
-            )
-        self._drawn = False
+        self._tickets.take()
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             self.mechanism.accumulate(gradients)
         self._pending = True
@@ -160,8 +158,10 @@ class PrivateTraining:
 
     # -- before and after -----------------------------------------------------------------------------------------
 
-    def calibrate(self, target_epsilon: float, delta: float, steps: int, method: str) -> None:
-        """Choose the least σ whose ``steps`` steps cost at most (ε, δ)."""
+    def calibrate(
+        self, target_epsilon: float, delta: float, steps: int, method: str, history: Sequence[tuple[DpEvent, int]] = ()
+    ) -> None:
+        """Choose the least σ whose ``steps`` steps, with what was released before, cost at most (ε, δ)."""
         for what in (self.mechanism, self.sampler):
             if what.unsound is not None:
                 raise ValueError(
@@ -176,6 +176,7 @@ class PrivateTraining:
             steps,
             method=method,  # type: ignore[arg-type]
             make_event=self.step_event,
+            history=history,
         )
         self.set_noise_multiplier(sigma)
 
@@ -221,8 +222,7 @@ class PrivateTraining:
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            if training.tape.complete:
-                training.tape.clear()
+            training.tape.clear()  # a complete backward pass, or what an exception left of one
             plain_zero(set_to_none)
 
         def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:

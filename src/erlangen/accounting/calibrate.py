@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .epsilon import AccountingError, Method, Neighbouring, epsilon
@@ -30,11 +30,12 @@ def noise_multiplier(
     method: Method = "pld",
     make_event: MakeEvent | None = None,
     neighbouring: Neighbouring = "add-or-remove-one",
+    history: Sequence[tuple[DpEvent, int]] = (),
 ) -> float:
     """Smallest σ, to 0.1 %, with ε ≤ `target_epsilon` after `steps` Poisson-sampled releases of `make_event(σ)`.
 
     `make_event` gives the un-amplified event of one step (default: one Gaussian of multiplier σ); its ε must fall as
-    σ grows. The returned σ really satisfies the target.
+    σ grows. `history` is what was released before and counts too. The returned σ really satisfies the target.
     """
     _check_target(target_epsilon)
     epsilon([], delta, method, neighbouring)  # refuses a bad delta, method or relation before any search
@@ -42,7 +43,7 @@ def noise_multiplier(
     make = gaussian if make_event is None else make_event
 
     def cost(sigma: float, by: Method) -> float:
-        return epsilon([(poisson(sample_rate, make(sigma)), n)], delta, by, neighbouring)
+        return epsilon([*history, (poisson(sample_rate, make(sigma)), n)], delta, by, neighbouring)
 
     start = _start(cost, target_epsilon) if neighbouring == "add-or-remove-one" else (1.0, -1.0)
     return _smallest_sigma(lambda sigma: cost(sigma, method), start, target_epsilon)

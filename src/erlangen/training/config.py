@@ -19,6 +19,7 @@ class TrainConfig:
     """One private training run. ``epsilon`` and ``noise_multiplier`` exclude each other."""
 
     data: str = "digits"
+    data_options: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None
     model: str = "cnn"
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class TrainConfig:
     max_physical_batch: int | None = None
     pad: bool = False
     strategy: str = "auto"
+    precision: str = "auto"
     seed: int | None = None
     secure: bool = False
     device: str = "auto"
@@ -78,6 +80,7 @@ class TrainConfig:
             ("sampling", self.sampling in ("poisson", "importance"), "choose poisson or importance"),
             ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
             ("schedule", self.schedule in ("constant", "cosine"), "choose constant or cosine"),
+            ("precision", self.precision in ("auto", "float32", "bf16"), "choose auto (bf16 on a GPU), float32 or bf16"),
             ("evaluations", self.evaluations >= 1, "evaluate at least once"),
             ("max_physical_batch", self.max_physical_batch is None or self.max_physical_batch >= 1, "give rows ≥ 1"),
         ):

@@ -8,6 +8,7 @@ session.epsilon()
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from erlangen.accounting import Accountant
+from erlangen.accounting.ledger import Release
 from erlangen.data import Dataset, load
 from erlangen.data.augment import draw, views
 from erlangen.gradients.independence import check_independence
@@ -26,13 +28,15 @@ from erlangen.mechanisms import Context, SecureNoise, StreamNoise, make_clipping
 from erlangen.mechanisms.denoise import JamesStein
 from erlangen.models import make_model
 from erlangen.private import PrivateTraining, refuse_module
-from erlangen.sampling import PoissonSampler, Units
+from erlangen.sampling import Units
 from erlangen.sampling.physical import static_rows
 from erlangen.streams import Stream
 from erlangen.training.adam_bc import optimizers
+from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ema import EMA
 from erlangen.training.metrics import evaluate
+from erlangen.training.normalise import release_normalisation, wants_private
 from erlangen.training.public import PublicPredictions, predictions
 from erlangen.workers import Workers, local_rank
 
@@ -49,9 +53,19 @@ class Session:
         dataset = load_data(config) if dataset is None else dataset
         self.dataset, self.run_id, self.workers = dataset, run_id, workers or Workers()
         if not self.workers.alone:
-            self.workers.require_same({"configuration": config.to_json(), "data": dataset.fingerprint(), "run": run_id})
+            if self.workers.first:  # `distributed.follow` makes the others' sessions of this
+                self.workers.decide(lambda: {"config": json.loads(config.to_json()), "run": run_id})
+            self.workers.require_same({"data": dataset.fingerprint()})
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
+        #: made before the first step (the normalisation, if it was asked for); the ledger must have them first
+        self.prior: list[Release] = []
+        if wants_private(config):
+            if not self.workers.alone:
+                raise ConfigError("normalise=private draws its noise once: release the constants with one process")
+            dataset, config, release = release_normalisation(dataset, self.units, config, run_id)
+            self.dataset, self.config = dataset, config
+            self.prior.append(release)
         self.device = torch.device(_device(config.device, self.workers))
         self.x, self.y = (
             torch.from_numpy(dataset.x_train).to(self.device),
@@ -62,15 +76,19 @@ class Session:
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.optimizer = self._optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
-        self.sampler = PoissonSampler(self.units.count, config.batch, config.seed, run_id, config.secure)
+        self.sampler = make_sampler(config, self.units.count, run_id)
         self.sampler.join(self.workers)
         self.accountant = Accountant()
+        for release in self.prior:
+            self.accountant.record(release.event)
         self.denoiser = JamesStein() if config.denoise == "james-stein" else None
+        self.judge: Judge | None = None
         self.training = self._private()
         declared = getattr(self.training.mechanism, "loss", None)  # Clipless: the loss whose constant is certified
         self.criterion: Callable[[Tensor, Tensor], Tensor] = (
             declared if isinstance(declared, nn.Module) else F.cross_entropy
         )
+        self.importance = Importance(self, self.sampler) if isinstance(self.sampler, ImportanceSampler) else None
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id, self.workers.rank)
         self.step_count = 0
@@ -84,7 +102,8 @@ class Session:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Stream("init", config.seed, self.run_id).at(0).initial_seed())
             model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, **config.model_options)
-        return model.to(self.device)
+        model = model.to(self.device)
+        return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model  # type: ignore[call-overload]
 
     def _optimizer(self) -> torch.optim.Optimizer:
         config, known = self.config, optimizers()
@@ -115,9 +134,15 @@ class Session:
         training = PrivateTraining(
             self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser, self.workers
         )
+        if config.selective:
+            self.judge = Judge(self)
+            training.extras.append(self.judge.event)
+        if not self.workers.alone and (config.selective or config.sampling != "poisson"):
+            raise ConfigError("selective updates and importance sampling are for one process; train with one worker")
         if config.epsilon is not None:
             assert config.delta is not None
-            training.calibrate(config.epsilon, config.delta, config.steps, "pld")
+            before = [(release.event, 1) for release in self.prior]
+            training.calibrate(config.epsilon, config.delta, config.steps, "pld", before)
         training.install()
         return training
 
@@ -133,9 +158,15 @@ class Session:
             self._announce(rows, owner, k == 0, k == len(parts) - 1)
             index = rows.to(self.device)
             x = views(self.x[index], config.views, config.augment, here)
-            loss = self.criterion(self.model(x), self.y[index].repeat_interleave(config.views))
+            labels = self.y[index].repeat_interleave(config.views)
+            weighted = self.importance.loss if self.importance else lambda out, y, _: self.criterion(out, y)
+            with self._precision():
+                loss = weighted(self.model(self._laid_out(x)), labels, owner)
             loss.backward()
-            self.optimizer.step()
+            if self.judge is not None and k == len(parts) - 1:
+                self.judge.step()
+            else:
+                self.optimizer.step()
             if config.non_private:
                 self.non_private["train_loss"] = float(loss.detach())
         self.optimizer.zero_grad()
@@ -143,6 +174,19 @@ class Session:
         if self.ema is not None:
             self.ema.update()
         self.step_count += 1
+
+    def _precision(self) -> torch.autocast:
+        """16-bit products on a GPU (norms, clipping and sums are float32 all the same), unless asked otherwise."""
+        wanted = self.config.precision
+        # Clipless certifies its bounds for the precision of the products: lower only when asked for
+        automatic = self.device.type == "cuda" and self.config.mechanism != "clipless"
+        enabled = wanted == "bf16" or (wanted == "auto" and automatic)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        """Images as the GPU's kernels want them."""
+        on_gpu = self.device.type == "cuda" and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if on_gpu else x
 
     def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """This worker's part of the next logical batch: rows, their owners and how their views are moved.
@@ -216,7 +260,17 @@ class Session:
             "mechanism": self.training.mechanism.state_dict(),
             "noise_multiplier": self.training.mechanism.noise_multiplier,
             "sampler": self.sampler.state_dict(),
+            **{name: part.state_dict() for name, part in self._companions().items()},
         }
+
+    def mechanism_facts(self) -> dict[str, Any]:
+        """The mechanism's plain facts, and those of what releases beside it."""
+        judged = {} if self.judge is None else {"selective": self.judge.describe()}
+        return {**self.training.mechanism.describe(), **judged}
+
+    def _companions(self) -> dict[str, Importance | Judge]:
+        both = {"importance": self.importance, "judge": self.judge}
+        return {name: part for name, part in both.items() if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step_count = int(state["step"])
@@ -228,15 +282,17 @@ class Session:
         self.training.set_noise_multiplier(float(state["noise_multiplier"]))
         self.training.mechanism.load_state_dict(state["mechanism"])
         self.sampler.load_state_dict(state["sampler"])
+        for name, part in self._companions().items():
+            part.load_state_dict(state[name])
 
 
 def load_data(config: TrainConfig) -> Dataset:
     """The records of a configuration."""
-    return load(config.data, config.unit)
+    return load(config.data, config.unit, **config.data_options)
 
 
-def _device(name: str, workers: Workers) -> str:
-    own = "cuda" if workers.alone else f"cuda:{local_rank()}"
+def _device(name: str, workers: Workers | None = None) -> str:
+    own = "cuda" if workers is None or workers.alone else f"cuda:{local_rank()}"
     if name == "auto":
         return own if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
