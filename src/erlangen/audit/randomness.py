@@ -6,7 +6,7 @@ Tests of randomness are statistics with p-values; those of one object are combin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ MakeNoise = Callable[[int | None, str, int], NoiseSource]
 MakeSampler = Callable[[int, float, int | None, str], Sampler]
 
 
-def _judge(name: str, audit: str, p: dict[str, float], trials: int, facts: dict[str, Any]) -> Finding:
+def judged(name: str, audit: str, p: dict[str, float], trials: int, facts: dict[str, Any]) -> Finding:
     adjusted = dict(zip(p, holm(list(p.values()))))
     worst = min(adjusted, key=lambda k: adjusted[k])
     facts = {**facts, "p_values": {k: float(v) for k, v in p.items()}}
@@ -37,8 +37,8 @@ def _judge(name: str, audit: str, p: dict[str, float], trials: int, facts: dict[
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(make: MakeNoise, size: int) -> dict[str, torch.Tensor]:
-    """Noise drawn in every situation in which it must be new."""
+def _blocks(make: MakeNoise, size: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Noise drawn in every situation in which it must be new; ``ranks`` processes share a seed and a run."""
 
     def draw(source: NoiseSource) -> torch.Tensor:
         return source.perturb(torch.zeros(size, dtype=torch.float64), 1.0)
@@ -53,7 +53,7 @@ def _blocks(make: MakeNoise, size: int) -> dict[str, torch.Tensor]:
     resumed.load_state_dict(first.state_dict())
     for label, source in {
         "after a restart": resumed,
-        "another rank": make(7, "run", 1),
+        **{f"rank {rank}": make(7, "run", rank) for rank in range(1, ranks)},
         "another run": make(7, "other run", 0),
         "another seed": make(8, "run", 0),
         "no seed": make(None, "run", 0),
@@ -64,9 +64,17 @@ def _blocks(make: MakeNoise, size: int) -> dict[str, torch.Tensor]:
     return blocks
 
 
-def audit_noise(name: str, make: MakeNoise, size: int = 4000) -> Finding:
-    """Gaussian, white, centred on the value, and new across steps, layers, ranks, runs and restarts."""
-    blocks = _blocks(make, size)
+def audit_noise(
+    name: str, make: MakeNoise, size: int = 4000, ranks: int = 4, beside: Mapping[str, NoiseSource] | None = None
+) -> Finding:
+    """Gaussian, white, centred on the value, and new across steps, layers, ranks, runs and restarts.
+
+    ``ranks=1`` is for a source that only one process has. It must share nothing with the sources ``beside`` it either.
+    """
+    blocks = _blocks(make, size, ranks)
+    for label, source in (beside or {}).items():
+        source.next_release()
+        blocks[label] = source.perturb(torch.zeros(size, dtype=torch.float64), 1.0)
     p = {f"noise of '{a}' is noise of '{b}' again": _correlation(x, y) for (a, x), (b, y) in _pairs(blocks)}
     z = blocks["step 0, first layer"].numpy()
     source = make(3, "moments", 0)
@@ -82,7 +90,7 @@ def audit_noise(name: str, make: MakeNoise, size: int = 4000) -> Finding:
                 torch.from_numpy(x[:-1]), torch.from_numpy(x[1:])
             ),
         }
-    return _judge(name, "noise", p, size * len(blocks), {"description": make(None, "", 0).description})
+    return judged(name, "noise", p, size * len(blocks), {"description": make(None, "", 0).description})
 
 
 def _pairs(blocks: dict[str, torch.Tensor]) -> list[Any]:
@@ -104,8 +112,14 @@ def _variance(x: np.ndarray) -> float:
 # --- samplers --------------------------------------------------------------------------------------------------------
 
 
-def audit_sampler(name: str, make: MakeSampler, units: int = 50, rate: float = 0.06, steps: int = 4000) -> Finding:
-    """Against what the sampler's own event claims: Poisson inclusion at a rate, or nothing."""
+def audit_sampler(
+    name: str, make: MakeSampler, units: int = 50, rate: float = 0.06, steps: int = 4000,
+    beside: Mapping[str, MakeSampler] | None = None,
+) -> Finding:  # fmt: skip
+    """Against what the sampler's own event claims: Poisson inclusion at a rate, or nothing.
+
+    Samplers ``beside`` it, of the same seed and run, must not draw the same batches.
+    """
     sampler = make(units, units * rate, 5, "run")
     event, release = sampler.event(gaussian(1.0)), gaussian(1.0)
     drawn = torch.zeros(steps, units, dtype=torch.float64)
@@ -130,42 +144,53 @@ def audit_sampler(name: str, make: MakeSampler, units: int = 50, rate: float = 0
     resumed = make(units, units * rate, 5, "run")
     resumed.load_state_dict(sampler.state_dict())
     twins["batches repeat after a restart"] = resumed
+    twins |= {label: build(units, units * rate, 5, "run") for label, build in (beside or {}).items()}
     p = poisson_tests(drawn.numpy(), q, sampler.steps_per_epoch)
     for label, twin in twins.items():
         again = torch.zeros(200, units, dtype=torch.float64)
         for step in range(200):
             again[step, twin.draw()] = 1.0
-        p[label] = _dependence((drawn[:200] - q).numpy(), (again - q).numpy(), q)
-    return _judge(name, "sampler", p, steps, facts)
+        scale = math.sqrt(q * (1 - q))
+        p[label] = dependence(((drawn[:200] - q) / scale).numpy(), ((again - q) / scale).numpy())
+    return judged(name, "sampler", p, steps, facts)
 
 
-def poisson_tests(drawn: np.ndarray, q: float, period: int) -> dict[str, float]:
-    """p-values of a [steps, units] table of inclusions: rate, each record's rate, independence in both directions, empties."""
+def poisson_tests(drawn: np.ndarray, q: float | np.ndarray, period: int) -> dict[str, float]:
+    """p-values of a [steps, units] table of inclusions: rate, each record's rate, independence in both directions, empties.
+
+    ``q`` is the rate of every record, or one rate for each.
+    """
     steps, units = drawn.shape
-    centred, v = drawn - q, q * (1 - q)
-    sizes = drawn.sum(1)
-    fourth = units * v * (1 + 3 * (units - 2) * v)  # E(size − Nq)⁴ of a binomial
-    spread = ((sizes - units * q) ** 2).mean()
-    z = (spread - units * v) / math.sqrt((fourth - (units * v) ** 2) / steps)
-    nobody = (1 - q) ** units
+    q = np.broadcast_to(np.asarray(q, dtype=np.float64), (units,))
+    v = q * (1 - q)
+    standard, sizes = (drawn - q) / np.sqrt(v), drawn.sum(1)
+    fourth = 3 * v.sum() ** 2 + (v * (1 - 6 * v)).sum()  # E(size − Σq)⁴ of a sum of independent coins
+    spread = ((sizes - q.sum()) ** 2).mean()
     p = {
-        "records are not drawn at the claimed rate": float(stats.binomtest(int(drawn.sum()), drawn.size, q).pvalue),
+        "records are not drawn at the claimed rate": _two_sided(
+            (drawn.sum() - steps * q.sum()) / math.sqrt(steps * v.sum())
+        ),
         "some records are drawn more often than others": float(
             stats.chi2.sf((((drawn.sum(0) - steps * q) ** 2) / (steps * v)).sum(), units)
         ),
-        "records are not drawn independently (batch sizes)": float(2 * stats.norm.sf(abs(z))),
-        "neighbouring records are not drawn independently": _dependence(centred[:, :-1], centred[:, 1:], q),
+        "records are not drawn independently (batch sizes)": _two_sided(
+            (spread - v.sum()) / math.sqrt((fourth - v.sum() ** 2) / steps)
+        ),
+        "neighbouring records are not drawn independently": dependence(standard[:, :-1], standard[:, 1:]),
         "empty batches do not occur as often as they should": float(
-            stats.binomtest(int((sizes == 0).sum()), steps, nobody).pvalue
+            stats.binomtest(int((sizes == 0).sum()), steps, float(np.prod(1 - q))).pvalue
         ),
     }
     for lag in sorted({1, max(1, period - 1), period, 2 * period}):
         if lag < steps:
-            p[f"draws {lag} step(s) apart are not independent"] = _dependence(centred[:-lag], centred[lag:], q)
+            p[f"draws {lag} step(s) apart are not independent"] = dependence(standard[:-lag], standard[lag:])
     return p
 
 
-def _dependence(x: np.ndarray, y: np.ndarray, q: float) -> float:
-    """Two-sided p-value that products of centred inclusions average to zero."""
-    z = float((x * y).sum()) / (q * (1 - q) * math.sqrt(x.size))
+def _two_sided(z: float) -> float:
     return float(2 * stats.norm.sf(abs(z)))
+
+
+def dependence(x: np.ndarray, y: np.ndarray) -> float:
+    """Two-sided p-value that products of standardised inclusions average to zero."""
+    return _two_sided(float((x * y).sum()) / math.sqrt(x.size))

@@ -1,7 +1,8 @@
-"""The static audit: seconds, deterministic where it can be, over everything that is registered.
+"""The static audit: deterministic where it can be, over everything that is registered.
 
-Mechanisms, clipping rules, samplers, noise sources, layer rules and Lipschitz layers are found by their registries, so that a
-new one cannot escape: what cannot be built or has no example is `inconclusive`, which is not a pass.
+Mechanisms, clipping rules, samplers, noise sources, companions, layer rules and Lipschitz layers are found by their registries, and
+what the library defines without registering it is found by its class (`registry`), so that a new one cannot escape: what cannot be
+built or has no example is `inconclusive`, which is not a pass.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import torch
 from torch import nn
 
 from erlangen.audit.clipping import audit_clipping
+from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
 from erlangen.audit.examples import bounded_examples, layer_examples
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Releaser, Subject
 from erlangen.audit.randomness import audit_noise, audit_sampler
+from erlangen.audit.registry import defined, load_all, missing
+from erlangen.audit.search import stated_covariance
+from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import CONFIDENCE, Finding, corrected, failed, passed, unable
-from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, mechanisms
+from erlangen.mechanisms import ClippingRule, Context, Mechanism, NoiseSource, StreamNoise, make_clipping, mechanisms
 from erlangen.mechanisms.clipping import clipping_rules
-from erlangen.sampling import Sampler
+from erlangen.mechanisms.companions import companions
+from erlangen.sampling import Sampler, samplers
 
 #: options under which a registered mechanism is audited; a builder may bring its own as an attribute ``audited``
 VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
@@ -49,7 +55,19 @@ def small_lipschitz_network() -> nn.Module:
     return lip.Sequential(first, kernel, lip.Flatten(), lip.SpectralDense(9, 2))
 
 
+def dense_lipschitz_network() -> nn.Module:
+    """Two dense layers with orthogonal weights: every bound of it is reached by some record."""
+    from erlangen import lipschitz as lip
+
+    return lip.Sequential(lip.BoundedInput((5,), 1.0), lip.SpectralDense(5, 5), lip.SpectralDense(5, 3))
+
+
 NETWORKS: tuple[Callable[[], nn.Module], ...] = (small_network, small_lipschitz_network)
+#: networks on which a mechanism that was built on the key is trained, with the shape of their inputs
+TRAINED: Mapping[Callable[[], nn.Module], tuple[tuple[Callable[[], nn.Module], tuple[int, ...]], ...]] = {
+    small_network: ((small_network, (1, 4, 4)),),
+    small_lipschitz_network: ((dense_lipschitz_network, (5,)), (small_lipschitz_network, (1, 3, 3))),
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,18 @@ class Recipe:
 
     def subject(self) -> Subject:
         return Subject(self.name, self.build, dict(self.build().shapes))
+
+    def steps(self) -> Iterator[Callable[[], Step]]:
+        """The same mechanism in training, on every network that suits it."""
+        for network, shape in TRAINED.get(self.network, ()):
+            yield partial(self._step, network, shape)
+
+    def _step(self, network: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
+        torch.manual_seed(0)
+        return Step(
+            network(), shape, self.mechanism, dict(self.options), sigma=self.sigma, bound=self.bound, clipping=self.clipping,
+            seed=self.seed,
+        )  # fmt: skip
 
 
 def recipes(**settings: Any) -> Iterator[Recipe | tuple[str, str]]:
@@ -117,7 +147,9 @@ def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
     assert isinstance(mechanism, Mechanism)
     nobody = {n: torch.zeros(0, *s) for n, s in subject.shapes.items()}
     scale = mechanism.expected_batch
-    stated = torch.block_diag(*[mechanism.covariance(n) for n in subject.shapes]).double()
+    stated = stated_covariance(mechanism)
+    if stated is None:
+        return unable(subject.name, "covariance", "the mechanism states no finite covariance, or too large a one")
     drawn = releaser.draw(nobody, trials).double() * scale
     values, vectors = torch.linalg.eigh(stated)
     live = values > 1e-9 * values.max()
@@ -127,7 +159,7 @@ def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
             subject.name, "covariance", f"a direction stated to be zero is released with size {silent:.3g}", trials
         )
     white = drawn @ (vectors[:, live] / values[live].sqrt())
-    least = float(torch.linalg.eigvalsh(white.T @ white / trials)[0])
+    least = max(0.0, float(torch.linalg.eigvalsh(white.T @ white / trials)[0]))  # rounding may pass zero
     d, t = int(live.sum()), math.sqrt(-2 * math.log(1 - CONFIDENCE))
     limit = max(0.0, 1 - math.sqrt(d / trials) - t / math.sqrt(trials)) ** 2
     slack = 1 - math.sqrt(d / trials) - math.sqrt(least)
@@ -178,19 +210,33 @@ def guarded(name: str, audit: str, run: Callable[..., Finding], *args: Any) -> F
 @single_threaded
 def static_audit(progress: Callable[[str], None] = lambda name: None) -> list[Finding]:
     """Every registered thing; verdicts corrected for their number (Holm)."""
-    parts = (_mechanisms, _clipping, _randomness, _layers)
+    load_all()
+    parts = (_mechanisms, _clipping, _noise, _samplers, _companions, _layers)
     return corrected([finding for part in parts for finding in part(progress)])
 
 
+def unseen(kind: type, audit: str) -> Finding:
+    """Something the library defines that no audit looked at."""
+    where = f"{kind.__module__}.{kind.__qualname__}"
+    return unable(kind.__qualname__, audit, f"{where} is defined, but nothing registered builds one: register it")
+
+
 def _mechanisms(progress: Callable[[str], None]) -> Iterator[Finding]:
+    seen = set()
     for recipe in recipes():
         if isinstance(recipe, tuple):
             yield unable(recipe[0], "flow", f"could not be built: {recipe[1]}")
             continue
         progress(recipe.name)
+        mechanism = recipe.build()
+        seen.add(type(mechanism))
         yield guarded(recipe.name, "flow", _flow, recipe)
-        if states_its_covariance(recipe.build()):
+        if states_its_covariance(mechanism):
             yield guarded(recipe.name, "covariance", _covariance, recipe)
+        for build in recipe.steps():
+            yield guarded(recipe.name, "training step", audit_step, build)
+    for kind in missing(Mechanism, seen):
+        yield unseen(kind, "flow")
 
 
 def _flow(name: str, recipe: Recipe) -> Finding:
@@ -207,22 +253,40 @@ def _clipping(progress: Callable[[str], None]) -> Iterator[Finding]:
         yield guarded(name, "clipping", audit_clipping, rule)
         clipped = Recipe("iso", {}, clipping=name)
         yield guarded(clipped.name, "flow", _flow, clipped)
+    for kind in missing(ClippingRule, clipping_rules().values()):
+        yield unseen(kind, "clipping")
 
 
-def _randomness(progress: Callable[[str], None]) -> Iterator[Finding]:
-    from erlangen.sampling import samplers
+def _noise(progress: Callable[[str], None]) -> Iterator[Finding]:
+    for kind in defined(NoiseSource):
+        progress(kind.__name__)
+        yield guarded(kind.__name__, "noise", audit_noise, partial(_source, kind))
 
-    progress("noise")
-    yield guarded("stream noise", "noise", audit_noise, StreamNoise)
-    yield guarded("secure noise", "noise", audit_noise, lambda seed, run, rank: SecureNoise())
-    for name, kind in samplers().items():
+
+def _source(kind: type[NoiseSource], seed: int | None, run: str, rank: int) -> NoiseSource:
+    return built(kind, seed=seed, run_id=run, rank=rank)
+
+
+def _samplers(progress: Callable[[str], None]) -> Iterator[Finding]:
+    kinds = {kind.name: kind for kind in defined(Sampler)} | samplers()  # type: ignore[attr-defined]
+    for name, kind in kinds.items():
         progress(name)
         for label, secure in ((f"{name} sampler", False), (f"{name} sampler, secure", True)):
             yield guarded(label, "sampler", audit_sampler, partial(_sampler, kind, secure))
+        if hasattr(_sampler(kind, False, 4, 2.0, 0, ""), "norms"):
+            yield guarded(f"{name} sampler", "companion", audit_draws, drawn_by(kind))
 
 
 def _sampler(kind: type[Sampler], secure: bool, units: int, batch: float, seed: int | None, run: str) -> Sampler:
-    return kind(units, batch, None if secure else seed, run, secure)
+    return built(
+        kind, units=units, expected_batch=batch, bound=1.0, seed=None if secure else seed, run_id=run, secure=secure
+    )
+
+
+def _companions(progress: Callable[[str], None]) -> Iterator[Finding]:
+    for name, kind in companions().items():
+        progress(name)
+        yield from audit_companion(name, kind)
 
 
 def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
