@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import erlangen
-from erlangen.cli import accounting, audit, report, reproduce, train, validate
+from erlangen.cli import accounting, audit, compare, report, reproduce, train, validate
 from erlangen.cli.manners import Polite
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ accounting.register(app)
 validate.register(app)
 audit.register(app)
 report.register(app)
+compare.register(app)
 
 
 def main() -> None:

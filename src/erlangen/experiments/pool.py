@@ -1,0 +1,88 @@
+"""Independent jobs: in this process, in several processes, or on a Ray cluster. Results come as they finish."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+Job = TypeVar("Job")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """``workers`` processes of ``threads`` threads each; with ``cluster``, the address of a Ray cluster ("auto")."""
+
+    workers: int = 1
+    threads: int = 1
+    cluster: str | None = None
+    gpus: float = 0.0
+
+    def run(self, work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
+        """(job, result) in the order of completion. A failed job ends the run; what is finished is kept by its writer."""
+        if self.cluster is not None:
+            yield from self._on_ray(work, jobs)
+        elif self.workers == 1 or len(jobs) <= 1:
+            for job in jobs:
+                yield job, work(job)
+        else:
+            yield from self._in_processes(work, jobs)
+
+    def _in_processes(self, work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
+        context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+        with ProcessPoolExecutor(min(self.workers, len(jobs)), context, _start, (self.threads,)) as pool:
+            futures = {pool.submit(work, job): job for job in jobs}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _on_ray(self, work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
+        require_ray()
+        import ray
+
+        if not ray.is_initialized():
+            try:
+                ray.init(address=self.cluster, log_to_driver=False)
+            except ConnectionError as error:
+                raise ValueError(
+                    f"no Ray cluster at {self.cluster!r} ({error}); start one with: ray start --head"
+                ) from error
+        remote = ray.remote(num_cpus=self.threads, num_gpus=self.gpus)(_with_threads)
+        pending = {remote.remote(work, job, self.threads): job for job in jobs}
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1)
+            for reference in ready:
+                yield pending.pop(reference), ray.get(reference)
+
+
+def require_ray() -> None:
+    if find_spec("ray") is None:
+        raise ImportError("--cluster needs Ray, which this Python does not have: pip install 'erlangen[cluster]'")
+
+
+def default_workers(threads: int = 1) -> int:
+    """One process per core; one alone where there is a GPU, which the runs would have to share."""
+    import torch
+
+    if torch.cuda.is_available():
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // threads)
+
+
+def _start(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _with_threads(work: Callable[[Any], Any], job: Any, threads: int) -> Any:
+    _start(threads)
+    return work(job)
