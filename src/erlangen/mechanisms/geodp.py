@@ -27,7 +27,7 @@ from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
 from erlangen.mechanisms.clipping import AdaptiveQuantile, ClippingRule, Flat, PerLayer
 from erlangen.mechanisms.encoding import decode, encode
 from erlangen.mechanisms.gaussian import GaussianMechanism, finite
-from erlangen.mechanisms.hyperspherical import angle_blocks, angle_difference, canonical, from_spherical, to_spherical
+from erlangen.mechanisms.hyperspherical import angle_blocks, angle_difference, from_spherical, to_spherical, wrapped
 from erlangen.mechanisms.noise import NoiseSource
 from erlangen.mechanisms.spectral import known_options
 
@@ -254,8 +254,12 @@ class Angles(Direction):
         super().bind(parameters, expected_batch)
         first = next(iter(self._sum.values()))
         self._angles = first.new_zeros(self.dimension - 1)
-        if getattr(self, "_reference", self._angles[:0]).shape != self._angles.shape:
-            self._reference = torch.zeros_like(self._angles)
+        known = getattr(self, "_reference", self._angles[:0])
+        self._refer(known if known.shape == self._angles.shape else torch.zeros_like(self._angles))
+
+    def _refer(self, angles: Tensor) -> None:
+        self._reference = angles
+        self._reach = float(angles[:-1].abs().amax()) if angles.numel() > 1 else 0.0
 
     def _add_directions(self, gradients: PerSampleGradients, norms: Tensor, has_direction: Tensor) -> None:
         names = [n for n in self.shapes if n in gradients.names]
@@ -266,24 +270,26 @@ class Angles(Direction):
         each = [gradients.directions(name).flatten(1) for name in names]
         limit = self.clipping.safe_bound(self._angles, self.beta * math.pi / 2)
         counts, last = has_direction.to(self._angles), slice(-1, None)
-        for columns, phi in angle_blocks(each, torch.where(has_direction, norms, 0.0)):
+        present = counts.sum()
+        for columns, phi, reach in angle_blocks(each, torch.where(has_direction, norms, 0.0)):
+            reference = self._reference[columns]
+            if columns != last and reach + self._reach < 0.999 * float(limit):  # nothing to clip
+                self._angles[columns] += counts @ phi.to(counts.dtype) - present * reference.to(counts)
+                continue
             difference = angle_difference if columns == last else torch.sub
             bound = 2 * limit if columns == last else limit
             # the bound rounded to bfloat16 would be a larger one: clip in the precision of the sum
-            moved = difference(phi, self._reference[columns].flip(0).to(phi)).to(counts.dtype)
-            self._angles[columns] += (counts @ moved.clamp_(-bound, bound)).flip(0)
-
-    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        super().merge(add_up)
-        (self._angles,) = add_up([self._angles])
+            moved = difference(phi, reference.to(phi)).to(counts.dtype)
+            self._angles[columns] += counts @ moved.clamp_(-bound, bound)
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()
         angles = self.noise.perturb(self._angles, self.direction_std * self.angle_sensitivity)
         m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()
         m = self.noise.perturb(m, self.magnitude_std).clamp(min=0.0)
-        self._reference = canonical(self._reference.to(angles) + angles / expected_batch)
-        direction = from_spherical(torch.ones((), device=angles.device), self._reference)
+        moved = self._reference.to(angles) + angles / expected_batch
+        direction = from_spherical(torch.ones((), device=angles.device), moved)
+        self._refer(wrapped(moved, direction))
         self._angles = torch.zeros_like(self._angles)
         self._reset()
         return self._split(direction * (float(m) / expected_batch))
@@ -297,7 +303,7 @@ class Angles(Direction):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._reference = decode(state["reference"])["angles"]
+        self._refer(decode(state["reference"])["angles"])
 
 
 class PublishedGeoDP(GaussianMechanism):

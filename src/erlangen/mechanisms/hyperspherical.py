@@ -5,8 +5,8 @@ where a float32 resolves 1e-7. The complementary angles φ_z = π/2 − θ_z = a
 their relative precision. The last angle, atan2(g_d, g_{d−1}), is the paper's own.
 
 Forwards, R² is a reversed cumulative sum of squares in float64, of the vector divided by a number of its own size.
-Backwards, Π cos φ is the exponential of a cumulative sum of logarithms, its sign the parity of the negative cosines:
-noise may have pushed an angle beyond ±π/2. Zeros are safe: atan2(0, 0) = 0.
+Backwards, Π cos φ is a cumulative product in float64; its factors may be negative, because noise may have pushed an
+angle beyond ±π/2. Zeros are safe: atan2(0, 0) = 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 BLOCK = {"cpu": 1 << 16}
 LARGE_BLOCK = 1 << 23
 
-# Below this tangent three terms of the arctangent's series are exact to float32.
-SMALL = 0.05
+# Below these tangents three terms, or two, of the arctangent's series are exact to float32.
+SMALL, TINY = 0.05, 0.015
 
 
 def to_spherical(g: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -42,18 +42,18 @@ def to_spherical(g: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
     return radius.to(g.dtype), phi
 
 
-def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice, Tensor, float]]:
     """The angles of n long vectors, given in parts [n, d_k], a few columns at a time and never all at once.
 
-    Yields (columns, φ of these columns [n, width]) from the last columns to the first, φ itself in *reversed* order,
-    because the radii R_z grow from the end. Together they are `to_spherical` of the concatenation. ``scale`` [n] is
-    any number near each vector's norm; vectors of ordinary size are not divided by it.
+    Yields (columns, φ of these columns [n, width], a bound on |φ|) from the last columns to the first, because the
+    radii R_z grow from the end. Together they are `to_spherical` of the concatenation. ``scale`` [n] is any number near
+    each vector's norm; vectors of ordinary size are not divided by it.
     """
     scale = torch.where(scale > 0, scale, 1.0)[:, None].to(parts[0])
     ordinary = bool(((scale > 1e-12) & (scale < 1e12)).all())
     ends = torch.cat([p[:, -2:] for p in parts], 1)[:, -2:]
     ends = ends if ordinary else ends / scale
-    yield slice(-1, None), torch.atan2(ends[:, 1:], ends[:, :1])
+    yield slice(-1, None), torch.atan2(ends[:, 1:], ends[:, :1]), math.pi
     carry, left, stop = ends.double().square().sum(1), 2, sum(p.shape[1] for p in parts) - 2
     width = max(1, BLOCK.get(parts[0].device.type, LARGE_BLOCK) // max(1, parts[0].shape[0]))
     for part in reversed(parts):
@@ -62,36 +62,42 @@ def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice
         for high in range(part.shape[1] - skip, 0, -width):
             low = max(0, high - width)
             x = part[:, low:high] if ordinary else part[:, low:high] / scale
-            x = x.flip(1)
-            tails = torch.empty(x.shape[0], x.shape[1] + 1, dtype=torch.float64, device=x.device)
-            tails[:, 0] = carry
-            tails[:, 1:].copy_(x).square_()
-            tails.cumsum_(1)  # R² of the column before: the carry and what came since
-            carry = tails[:, -1].clone()
-            yield slice(stop - (high - low), stop), _arctangent(x, tails[:, :-1].to(x.dtype).sqrt_())
+            phi, carry, reach = _block(x, carry)
+            yield slice(stop - (high - low), stop), phi, reach
             stop -= high - low
 
 
-def _arctangent(y: Tensor, x: Tensor) -> Tensor:
-    """atan2(y, x) for x ≥ 0; by its series where all angles are small, as they are in high dimension."""
-    if y.is_cpu and y.dtype == torch.float32:
-        t = y / x
-        low, high = torch.aminmax(t)
-        if float(low) > -SMALL and float(high) < SMALL:  # False for NaN
-            q = t * t
-            series = (q * 0.2).sub_(1 / 3).mul_(q)  # −q/3 + q²/5
-            return torch.addcmul(t, t, series)
-    return torch.atan2(y, x)
+def _block(x: Tensor, carry: Tensor) -> tuple[Tensor, Tensor, float]:
+    """φ of consecutive columns, given R² of what follows them: (φ, R² with them, a bound on |φ|)."""
+    if x.is_cpu and x.dtype == torch.float32:
+        squares = x.square()
+        prefix = squares.cumsum(1)
+        total = carry + prefix[:, -1].double()
+        # what follows outweighs the block: float32 resolves R² to the precision of φ, and R² ≥ carry > 0
+        if bool((total < 2 * carry).all()):
+            t = torch.sub(total.float()[:, None], prefix).rsqrt_().mul_(x)
+            low, high = torch.aminmax(t)
+            reach = max(-float(low), float(high))
+            if reach < SMALL:
+                q = torch.mul(t, t, out=squares)
+                series = q.mul(0.2).sub_(1 / 3).mul_(q) if reach > TINY else q.mul_(-1 / 3)  # −q/3 + q²/5
+                return t.addcmul_(t, series), total, reach
+    tails = torch.empty(x.shape[0], x.shape[1] + 1, dtype=torch.float64, device=x.device)
+    tails[:, 0] = carry
+    tails[:, 1:].copy_(x.flip(1)).square_()
+    tails.cumsum_(1)  # R² of the column before: the carry and what came since
+    radii = tails[:, :-1].to(x.dtype).sqrt_().flip(1)
+    return torch.atan2(x, radii), tails[:, -1].clone(), math.pi / 2
 
 
 def from_spherical(radius: Tensor, phi: Tensor) -> Tensor:
-    """(‖g‖ [...], φ [..., d−1]) → g [..., d]. The radius may be negative and the angles anything (noise)."""
+    """(‖g‖ [...], φ [..., d−1]) → g [..., d]. The radius may be negative and the angles anything (noise).
+
+    A factor in float64 errs by 1e-16, ten million of them together by 1e-9.
+    """
     a = phi.double()
-    cos, sin = a[..., :-1].cos(), a[..., :-1].sin()
-    # log|cos φ| by its sine where that is the precise one; −inf at cos φ = 0, which exp takes to an exact 0
-    logs = torch.where(sin.square() < 0.5, 0.5 * torch.log1p(-sin.square()), cos.abs().log())
-    sign = 1.0 - 2.0 * ((cos < 0).cumsum(-1) % 2)
-    before = torch.nn.functional.pad(logs.cumsum(-1).exp() * sign, (1, 0), value=1.0)  # Π_{i<z} cos φ_i
+    before = torch.nn.functional.pad(a[..., :-1].cos().cumprod(-1), (1, 0), value=1.0)  # Π_{i<z} cos φ_i
+    sin = a[..., :-1].sin()
     last = before[..., -1:]
     g = torch.cat([before[..., :-1] * sin, last * a[..., -1:].cos(), last * a[..., -1:].sin()], -1)
     return (g * radius.double()[..., None]).to(phi.dtype)
@@ -99,9 +105,14 @@ def from_spherical(radius: Tensor, phi: Tensor) -> Tensor:
 
 def canonical(phi: Tensor) -> Tensor:
     """The same direction with every angle in its range, whatever noise did to it."""
+    return wrapped(phi, from_spherical(torch.ones_like(phi[..., 0]), phi))
+
+
+def wrapped(phi: Tensor, direction: Tensor) -> Tensor:
+    """`canonical`, where the direction is known already."""
     if bool((phi[..., :-1].abs() <= math.pi / 2).all()):
         return angle_difference(phi, torch.zeros_like(phi))
-    return to_spherical(from_spherical(torch.ones_like(phi[..., 0]), phi))[1]
+    return to_spherical(direction)[1]
 
 
 def to_paper(phi: Tensor) -> Tensor:
