@@ -63,6 +63,10 @@ def stepper(method: str, args: argparse.Namespace):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     training = None
     criterion = F.cross_entropy
+    if method == "plain" and not args.separate:
+        from erlangen.gradients.joined import join
+
+        join(module)
     if method == "erlangen":
         training = made_private(module, optimizer, args.physical, args.strategy)
     elif method.startswith("opacus"):
@@ -111,6 +115,21 @@ def timed(step, repeats: int, device: str, last: bool) -> list[float]:
     return times
 
 
+def profile(step) -> None:
+    """The kernels of one physical step, by time."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        step(False)
+        torch.cuda.synchronize()
+    rows = sorted(((e.self_device_time_total / 1e3, e.count, e.key[:100]) for e in seen.key_averages()), reverse=True)
+    print(f"kernels {sum(r[0] for r in rows):.2f} ms", file=sys.stderr)
+    for milliseconds, count, name in rows[:30]:
+        print(f"  {milliseconds:8.3f} {count:4d} {name}", file=sys.stderr)
+
+
 def measure(method: str, args: argparse.Namespace) -> dict:
     import torch
 
@@ -123,6 +142,8 @@ def measure(method: str, args: argparse.Namespace) -> dict:
     part, final = timed(step, args.repeats, args.device, False), timed(step, args.repeats, args.device, True)
     parts = max(1, round(args.batch / args.physical))
     logical = (parts - 1) * statistics.median(part) + statistics.median(final)
+    if args.profile and args.device == "cuda":
+        profile(step)
     peak = torch.cuda.max_memory_allocated() / 2**20 if args.device == "cuda" else 0.0
     return {"ms_physical": part, "ms_release": final, "ms_logical": logical, "peak_mb": round(peak),
             "views_per_second": 1e3 * args.batch * args.views / logical}  # fmt: skip
@@ -131,8 +152,10 @@ def measure(method: str, args: argparse.Namespace) -> dict:
 def alone(method: str, argv: list[str]) -> dict:
     """A process of its own: memory and compilation of one method do not touch another's."""
     done = subprocess.run([sys.executable, __file__, *argv, "--only", method], capture_output=True, text=True)
+    if "--profile" in argv:
+        print(method, done.stderr[-6000:], file=sys.stderr)
     if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1:]}
+        return {"failed": done.stderr.strip().splitlines()[-12:]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -145,6 +168,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--separate", action="store_true", help="plain layers one by one, not joined as the private ones")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one private step")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--contiguous", action="store_true", help="not channels-last")
     parser.add_argument("--warmup", type=int, default=3)

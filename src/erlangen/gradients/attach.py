@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from erlangen.gradients.fallback import functional
+from erlangen.gradients.joined import chain, chains
 from erlangen.gradients.registry import Rule, find_rule
 from erlangen.gradients.tape import Tape
 
@@ -28,6 +30,7 @@ class PrivateForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            self.tape.seen_forward = self.tape.batch
             return self.rule(self.module, self.tape, *args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
@@ -71,6 +74,9 @@ def attach(model: nn.Module, tape: Tape) -> None:
         if id(module) not in done:
             done.add(id(module))
             module.__dict__["forward"] = PrivateForward(module, rule, tape)
+    for module, runs in chains(model):
+        if id(module) not in done:
+            module.__dict__["forward"] = PrivateForward(module, partial(chain, runs), tape)
 
 
 def detach(model: nn.Module) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from erlangen.gradients.kernels import usable
+
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
 # Flops that cost as much as moving one float through memory; only the order of magnitude matters.
@@ -95,6 +97,8 @@ class Piece:
 
     #: whether forming the gradients is the cheaper way for these shapes
     prefers_dense = True
+    #: whether `weighted_sum` never reads an owner of weight zero, so that 0·NaN cannot reach the sum
+    guarded = False
 
     @property
     def count(self) -> int:
@@ -111,6 +115,10 @@ class Piece:
     def norms_squared(self, weight: Weight = None) -> Tensor:
         """‖weight(g_i)‖², formed in chunks and forgotten."""
         return torch.cat([squared_norms(apply_weight(weight, part.precise().dense())) for part in self.chunks()])
+
+    def formed(self) -> Piece:
+        """The gradients themselves, kept from now on."""
+        return Dense(self.dense())
 
     def precise(self) -> Piece:
         """The same piece in the precision in which `weighted_sum` adds it up: what is measured is what is summed."""
@@ -134,6 +142,10 @@ class Dense(Piece):
     def count(self) -> int:
         return self.g.shape[0]
 
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return usable(self.g)
+
     def dense(self) -> Tensor:
         return self.g
 
@@ -156,6 +168,10 @@ class Outer(Piece):
         return self.a.shape[0]
 
     @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return usable(self.d)
+
+    @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
         tokens, (inputs, outputs) = self.a.shape[1], (self.a.shape[2], self.d.shape[2])
         return not gram_is_cheaper(tokens, inputs, outputs, self.d)
@@ -165,8 +181,10 @@ class Outer(Piece):
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
-        d = self.d.to(precise) * w.to(precise)[:, None, None]
-        return d.flatten(0, 1).t() @ self.a.flatten(0, 1).to(precise)
+        d, a, w = self.d.to(precise), self.a.to(precise), w.to(precise)[:, None, None]
+        if self.guarded:
+            d, a = torch.where(w == 0, 0.0, d), torch.where(w == 0, 0.0, a)
+        return (d * w).flatten(0, 1).t() @ a.flatten(0, 1)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         one_token = self.a.shape[1] == 1
@@ -240,6 +258,10 @@ class Lookup(Piece):
 
 def row_sum(w: Tensor, g: Tensor) -> Tensor:
     """Σ_i w_i g_i of a matrix [n, d], products and sums in float32 at least."""
+    if usable(w, g) and g.dtype != torch.float64 and g.numel():
+        from erlangen.gradients.kernels.row_sum import row_sum as kernel
+
+        return kernel(w, g.contiguous())
     if g.dtype == accumulate_dtype(g):
         return w.to(g.dtype) @ g
     if g.is_cuda and g.dtype == torch.bfloat16 and _has_wide_product() and len(g):

@@ -24,6 +24,11 @@ _LATECOMER = (
     "make_private again after changing which parameters train."
 )
 
+_OTHER_BATCH = (
+    "another batch was drawn between the forward and the backward pass, so whose rows these are is not known. Call backward() "
+    "and optimizer.step() before the next batch is drawn."
+)
+
 Pieces = Callable[[tuple[Tensor, ...], Tensor, int], Iterable[tuple[Tensor, Piece]]]
 Metric = Callable[[str], Weight]
 
@@ -73,6 +78,16 @@ class PerSampleGradients:
         """`dense` up to a positive factor that all owners and parameters share: for what only depends on directions."""
         return self._pieces[name].dense()
 
+    @property
+    def guarded(self) -> bool:
+        """Whether sums never read an owner of weight zero."""
+        return all(piece.guarded for piece in self._pieces.values())
+
+    def only(self, good: Tensor) -> PerSampleGradients:
+        """The same gradients with owners outside ``good`` declared padding; nothing is copied or looked at."""
+        valid = good if self.valid is None else self.valid & good
+        return PerSampleGradients(self._pieces, self.owners, self._factor, valid)
+
     def without(self, bad: Tensor) -> PerSampleGradients:
         """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
         pieces = {name: piece.zero(bad) for name, piece in self._pieces.items()}
@@ -97,10 +112,11 @@ class _Tap(torch.autograd.Function):
 class _Use:
     """One use of one layer in one forward pass."""
 
-    __slots__ = ("batch_dim", "inputs", "pieces", "saved", "tape")
+    __slots__ = ("batch", "batch_dim", "inputs", "pieces", "saved", "tape")
 
     def __init__(self, tape: Tape, pieces: Pieces, batch_dim: int, saved: int, inputs: int) -> None:
         self.tape, self.pieces, self.batch_dim, self.saved, self.inputs = tape, pieces, batch_dim, saved, inputs
+        self.batch = tape.batch
 
 
 class Tape:
@@ -127,7 +143,16 @@ class Tape:
         self.rows: RowMap | None = None
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._ignored: set[int] = set()
+        #: how many batches were announced, and which of them the last forward pass was for
+        self.batch, self.seen_forward = 0, -1
         self.clear()
+
+    def next_batch(self) -> bool:
+        """Another batch was announced; whether the one before it had gone forward."""
+        self.clear()
+        tried = self.seen_forward == self.batch
+        self.batch += 1
+        return tried
 
     def ignore(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters that ask for gradients but are nobody's to update: their gradients are not recorded."""
@@ -162,6 +187,8 @@ class Tape:
         return _Tap.apply(use, out, *saved, *present)
 
     def _capture(self, use: _Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        if use.batch != self.batch:
+            raise RuntimeError(_OTHER_BATCH)
         self._begin()
         if use.batch_dim:
             saved = tuple(s.movedim(use.batch_dim, 0) for s in saved)
@@ -197,6 +224,8 @@ class Tape:
             self._pieces.setdefault(self._names[id(parameter)], []).append(Dense(rows.sum_rows(g)))
 
     def _begin(self) -> None:
+        if self.seen_forward not in (-1, self.batch):
+            raise RuntimeError(_OTHER_BATCH)
         if self.complete:
             raise RuntimeError(
                 "backward() was called a second time before optimizer.step(): per-sample gradients of one batch are "
@@ -214,7 +243,7 @@ class Tape:
         weight = self.metric(name)
         tied_to_vectors = callable(weight) and not isinstance(weight, Tensor)
         if self.strategy == "materialise" or tied_to_vectors or piece.prefers_dense:
-            return Dense(piece.dense())
+            return piece.formed()
         return piece
 
     def _rows_of(self, count: int, device: torch.device) -> RowMap:

@@ -85,7 +85,7 @@ class GaussianMechanism(Mechanism):
         if not gradients.owners or not gradients.names:
             return
         groups = [[n for n in group if n in gradients.names] for group in self.clipping.groups(list(self.shapes))]
-        gradients, norms = finite(gradients, gradients.norms_squared(self.metric), groups)
+        gradients, norms = finite(gradients, gradients.norms_squared(self.metric), groups, sums_only=True)
         weights = self.clipping.weights(norms)
         if gradients.valid is not None:
             weights = torch.where(gradients.valid, weights, 0.0)
@@ -138,12 +138,18 @@ class GaussianMechanism(Mechanism):
 
 
 def finite(
-    gradients: PerSampleGradients, squared: Mapping[str, Tensor], groups: list[list[str]]
+    gradients: PerSampleGradients, squared: Mapping[str, Tensor], groups: list[list[str]], sums_only: bool = False
 ) -> tuple[PerSampleGradients, Tensor]:
-    """Norms per group, [groups, n]; owners with a gradient that is not finite are set to exactly zero."""
+    """Norms per group, [groups, n]; owners with a gradient that is not finite are set to exactly zero.
+
+    A caller that only asks for weighted sums (``sums_only``) and gives zero weight to owners that are not valid is
+    served without a copy where sums do not read such owners.
+    """
     zero = next(iter(squared.values())).new_zeros(gradients.owners)
     total = torch.stack([sum((squared[n].to(zero) for n in group), zero) for group in groups])
     bad = ~torch.isfinite(total).all(0)
+    if sums_only and gradients.guarded:  # without asking the device whether there are any
+        return gradients.only(~bad), torch.where(bad, 0.0, total).sqrt()
     if bool(bad.any()):
         gradients, total = gradients.without(bad), torch.where(bad, 0.0, total)
     return gradients, total.sqrt()

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from erlangen.gradients.kernels import conv_gradient, usable
+from erlangen.gradients.kernels.conv2d import HALF, conv2d, few_channels, windowed
 from erlangen.gradients.pieces import (
     Dense,
     Piece,
@@ -78,10 +80,35 @@ class Conv(Piece):
         are so small that its overhead counts, and then one grouped convolution for all of them."""
         if self.geometry.transposed or not self.count:
             return self._dense_by_owner()
+        if self._has_kernel():
+            return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
         if self.x.is_cuda:
             return self._dense_by_windows()
         flops = 2 * self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape)
         return self._dense_by_groups() if flops < SMALL_OWNER and self.geometry.groups == 1 else self._dense_by_owner()
+
+    def by_tap(self) -> Tensor:
+        """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
+        if self._has_kernel():
+            return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane())
+        a, d = self.windows_last()
+        return (d.mT @ a).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
+
+    def _plane(self) -> tuple[Any, Any, Any, Any]:
+        g = self.geometry
+        return g.kernel, g.stride, g.padding, g.dilation
+
+    def _has_kernel(self) -> bool:
+        """Whether the fused kernel serves these shapes: 16-bit matrix units, two dimensions, maps large enough."""
+        tokens = self.views * math.prod(self.d.shape[2:])
+        return (
+            usable(self.x, self.d)
+            and self.d.dtype in HALF
+            and len(self.geometry.kernel) == 2
+            and self.geometry.groups == 1
+            and math.prod(self.geometry.kernel) > 1
+            and conv_gradient.worth_it(tokens, self.shape[1], self.shape[0])
+        )
 
     def _dense_by_owner(self) -> Tensor:
         out = self.d.new_empty(self.count, *self.shape)
@@ -93,9 +120,9 @@ class Conv(Piece):
     def _dense_by_windows(self) -> Tensor:
         if self.geometry.groups > 1:
             return torch.cat([d.mT @ a for a, d in map(Conv.windows, self.chunks())]).view(self.count, *self.shape)
-        parts = [d.mT @ a for a, d in map(Conv.windows_last, self.chunks())]
+        parts = [part.by_tap() for part in self.chunks()]
         g = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return g.view(self.count, self.shape[0], *self.geometry.kernel, self.shape[1]).movedim(-1, 2)
+        return g.unflatten(2, self.geometry.kernel).movedim(-1, 2)
 
     def _dense_by_groups(self) -> Tensor:
         """∂W[o, c] is the correlation of input channel c with cotangent o: rows become groups, stride and dilation swap."""
@@ -166,10 +193,8 @@ class Conv(Piece):
         return a, self.d.movedim(1, -1).reshape(self.count, tokens, self.shape[0])
 
     def chunks(self) -> list[Conv]:  # type: ignore[override]
-        per_owner = max(
-            self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups,
-            math.prod(self.shape),
-        )
+        windows = self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups
+        per_owner = max(0 if self._has_kernel() else windows, math.prod(self.shape))
         size = chunk_size(per_owner, self.d) * self.views
         parts = zip(self.x.split(size), self.d.split(size), strict=True)
         return [Conv(x, d, self.views, self.shape, self.geometry) for x, d in parts]
@@ -178,6 +203,40 @@ class Conv(Piece):
         rows = bad.repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
         x, d = torch.where(rows, 0.0, self.x), torch.where(rows, 0.0, self.d)
         return Conv(x, d, self.views, self.shape, self.geometry)
+
+
+class Windows(Piece):
+    """Per-owner kernel gradients from windows [n·V, T, taps·C padded] and cotangents [n·V, O, *S'], channels-last."""
+
+    def __init__(self, windows: Tensor, d: Tensor, views: int, shape: Sequence[int]):
+        self.windows, self.d, self.views, self.shape = windows.to(d.dtype), d, views, tuple(shape)
+
+    @property
+    def count(self) -> int:
+        return self.windows.shape[0] // self.views
+
+    def by_tap(self) -> Tensor:
+        """[n, O, taps, C]"""
+        a = self.windows.reshape(self.count, -1, self.windows.shape[2])
+        d = self.d.movedim(1, -1).reshape(self.count, a.shape[1], self.shape[0])
+        channels, *kernel = self.shape[1:]
+        entries = channels * math.prod(kernel)
+        return (d.mT @ a)[..., :entries].unflatten(-1, (math.prod(kernel), channels))
+
+    def dense(self) -> Tensor:
+        return self.by_tap().unflatten(2, tuple(self.shape[2:])).movedim(-1, 2)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        return Dense(self.precise().dense()).weighted_sum(w)
+
+    def precise(self) -> Piece:
+        high = accumulate_dtype(self.d)
+        return Windows(self.windows.to(high), self.d.to(high), self.views, self.shape)
+
+    def zero(self, bad: Tensor) -> Piece:
+        rows = bad.repeat_interleave(self.views)
+        windows = torch.where(rows[:, None, None], 0.0, self.windows)
+        return Windows(windows, torch.where(rows[:, None, None, None], 0.0, self.d), self.views, self.shape)
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -205,15 +264,16 @@ def tapped_convolution(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | Non
     if x.ndim != spatial + 2:
         raise ValueError(f"a {spatial}-d convolution got an input of shape {tuple(x.shape)}; keep the batch dimension")
     fixed = None if bias is None else bias.detach()
+    if not geometry.transposed and few_channels(x, weight.shape, geometry.kernel, geometry.groups):
+        return _tapped_windows(tape, x, weight, bias, geometry)
     if geometry.transposed:
         out = _TRANSPOSED[spatial](
             x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.output_padding, geometry.groups,
             geometry.dilation,
         )  # fmt: skip
     else:
-        out = _PLAIN[spatial](
-            x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
-        )
+        convolve = conv2d if spatial == 2 else _PLAIN[spatial]
+        out = convolve(x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight.requires_grad:
@@ -222,6 +282,20 @@ def tapped_convolution(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | Non
             yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
 
     return tape.tap(out, (x,), (weight, bias), pieces)
+
+
+def _tapped_windows(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The same for an image of few channels: its windows are formed once and serve both directions."""
+    fixed = None if bias is None else bias.detach()
+    out, windows = windowed(x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.dilation)
+
+    def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
+        if weight.requires_grad:
+            yield weight, Windows(saved[0], cotangent, views, weight.shape)
+        if bias is not None and bias.requires_grad:
+            yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
+
+    return tape.tap(out, (windows,), (weight, bias), pieces)
 
 
 def explicit_padding(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

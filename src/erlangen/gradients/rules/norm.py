@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from erlangen.gradients.joined import apply as joined
+from erlangen.gradients.joined import norm_layer, suits
+from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.pieces import Dense, Piece
 from erlangen.gradients.registry import rule
 from erlangen.gradients.tape import Tape
@@ -45,6 +48,9 @@ def over_positions(t: Tensor) -> Tensor:
 
 @rule(nn.GroupNorm)
 def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
+    spec = NormAct(module.num_groups, module.eps)
+    if (norm := norm_layer(module)) is not None and suits(input, spec):
+        return joined(input, norm, spec, tape)
     run = lambda x, w, b: F.group_norm(x, module.num_groups, w, b, module.eps)  # noqa: E731
     return tapped_affine(tape, input, run, module.weight, module.bias, over_positions)
 

@@ -15,11 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.equivariant.conv import SteerableConv2d
-from erlangen.equivariant.nonlinearities import NormNonlinearity
+from erlangen.equivariant.nonlinearities import NormNonlinearity, Pointwise
 from erlangen.equivariant.norms import EquivariantGroupNorm, FieldInstanceNorm
-from erlangen.gradients.pieces import Dense, Piece
+from erlangen.equivariant.pooling import SpatialMaxPool
+from erlangen.equivariant.tied import coefficient_gradients, jacobian, tied_copies
+from erlangen.gradients.joined import (
+    NormLayer,
+    activation_name,
+    joinable_activation,
+    joinable_norm,
+    joinable_pool,
+    norm_layer,
+    suits,
+)
+from erlangen.gradients.joined import apply as joined
+from erlangen.gradients.kernels import usable
+from erlangen.gradients.kernels.conv2d import conv2d, few_channels, windowed
+from erlangen.gradients.kernels.norm_act import NormAct
+from erlangen.gradients.pieces import Dense, Piece, Weight, row_sum, squared_norms
 from erlangen.gradients.registry import rule
-from erlangen.gradients.rules.conv import Conv, Geometry
+from erlangen.gradients.rules.conv import Conv, Geometry, Windows
 from erlangen.gradients.rules.norm import over_positions
 from erlangen.gradients.tape import Tape
 
@@ -33,8 +48,10 @@ class Steerable(Piece):
 
     prefers_dense = True
 
-    def __init__(self, conv: Conv, pull: Callable[[Tensor], Tensor]) -> None:
-        self.conv, self.pull = conv, pull
+    def __init__(
+        self, conv: Conv | Windows, pull: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Piece] | None = None
+    ) -> None:
+        self.conv, self.pull, self.fused = conv, pull, fused
 
     @property
     def count(self) -> int:
@@ -42,6 +59,12 @@ class Steerable(Piece):
 
     def dense(self) -> Tensor:
         return torch.cat([self.pull(part.dense()) for part in self.conv.chunks()])
+
+    def formed(self) -> Piece:
+        if self.fused is None or not self.count:
+            return super().formed()
+        parts = [self.fused(part.by_tap()) for part in self.conv.chunks()]  # type: ignore[attr-defined]
+        return parts[0] if len(parts) == 1 else Ordered.joined(parts)  # type: ignore[arg-type]
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         return self.pull(self.conv.weighted_sum(w))
@@ -56,22 +79,94 @@ class Steerable(Piece):
         return Steerable(self.conv.zero(bad), self.pull)  # type: ignore[arg-type]
 
 
+class Ordered(Piece):
+    """Gradients [n, d] kept in another order of the coordinates: place q holds coordinate ``order[q]``."""
+
+    def __init__(self, g: Tensor, order: Tensor, norms: Tensor) -> None:
+        self.g, self.order, self.norms = g, order, norms
+
+    @classmethod
+    def joined(cls, parts: list[Ordered]) -> Ordered:
+        g, norms = torch.cat([p.g for p in parts]), torch.cat([p.norms for p in parts])
+        return cls(g, parts[0].order, norms)
+
+    @property
+    def count(self) -> int:
+        return len(self.g)
+
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return usable(self.g)
+
+    def dense(self) -> Tensor:
+        return torch.empty_like(self.g).index_copy_(1, self.order, self.g)
+
+    def formed(self) -> Piece:
+        return self
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        total = row_sum(w, self.g)
+        return torch.empty_like(total).index_copy_(0, self.order, total)
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        if weight is None:
+            return self.norms
+        if isinstance(weight, Tensor):
+            return squared_norms(self.g * weight[self.order])
+        return super().norms_squared(weight)
+
+    def zero(self, bad: Tensor) -> Piece:
+        return Ordered(torch.where(bad[:, None], 0.0, self.g), self.order, torch.where(bad, 0.0, self.norms))
+
+
 @rule(SteerableConv2d)
 def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Tensor:
     x, geometry = conv_geometry(module, x)
     weight, bias = module.weight, module.bias
     with torch.no_grad():
         kernel, shift = module.kernel(), module.dense_bias()
-    out = F.conv2d(x, kernel, shift, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    plane = geometry.stride, geometry.padding, geometry.dilation
+    by_windows = few_channels(x, kernel.shape, geometry.kernel, geometry.groups)
+    if by_windows:
+        out, kept = windowed(x, kernel, shift, *plane)
+    else:
+        out, kept = conv2d(x, kernel, shift, *plane, geometry.groups), x
+    fused = _fused(module, out) if geometry.groups == 1 else None
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight.requires_grad:
-            conv = Conv(saved[0], cotangent, views, kernel.shape, geometry)
-            yield weight, Steerable(conv, partial(_pull, module))
+            conv = (
+                Windows(saved[0], cotangent, views, kernel.shape)
+                if by_windows
+                else Conv(saved[0], cotangent, views, kernel.shape, geometry)
+            )
+            yield weight, Steerable(conv, partial(_pull, module), fused)
         if bias is not None and bias.requires_grad:
             yield bias, Dense(module.bias_gradient(_owners(over_positions(cotangent).to(bias.dtype), views)))
 
-    return tape.tap(out, (x,), (weight, bias), pieces)
+    return tape.tap(out, (kept,), (weight, bias), pieces)
+
+
+def _fused(module: SteerableConv2d, out: Tensor) -> Callable[[Tensor], Piece] | None:
+    """Kernel gradients [n, C_out, taps, C_in] → coefficient gradients in one pass, where kernels are orbit sums."""
+    if not usable(out) or module.weight.dtype != torch.float32:
+        return None
+    if "tied" not in module.__dict__:
+        module.__dict__["tied"] = tied_copies(module.expansion)
+    tables = module.__dict__["tied"]
+    if tables is None:
+        return None
+    if tables.source.device != out.device:
+        tables = module.__dict__["tied"] = tables.to(out.device)
+    length = tables.order.numel()
+    standard = jacobian(module.expansion, module.weight, module.eps, tables.order) if module.standardise else None
+    order = (torch.arange(tables.fields, device=out.device)[:, None] * length + tables.order).flatten()
+
+    def form(kernels: Tensor) -> Piece:
+        g, norms = coefficient_gradients(kernels, tables, standard)
+        return Ordered(g, order, norms)
+
+    return form
 
 
 @torch.no_grad()
@@ -89,9 +184,19 @@ def conv_geometry(module: SteerableConv2d, x: Tensor) -> tuple[Tensor, Geometry]
     return x, Geometry(*sizes, module.groups)
 
 
+joinable_activation(Pointwise, lambda module: activation_name(module.function))
+joinable_pool(SpatialMaxPool, lambda module: (module.kernel_size, module.stride, module.padding) == (2, 2, 0))
+joinable_norm(
+    EquivariantGroupNorm,
+    lambda m: None if m.per_element else NormLayer(m, m.groups, m.eps, m.per_channel, m.field_gradient),
+)
+
+
 @rule(EquivariantGroupNorm, FieldInstanceNorm)
 def field_norm(module: EquivariantGroupNorm | FieldInstanceNorm, tape: Tape, x: Tensor) -> Tensor:
     """out = x̂·weight + bias, both shared by the channels of a field; x̂ is recomputed in the backward pass."""
+    if (norm := norm_layer(module)) is not None and suits(x, spec := NormAct(norm.groups, norm.eps)):
+        return joined(x, norm, spec, tape)
     weight, bias = module.weight, module.bias
     out = module.normalise(x, None if weight is None else weight.detach(), None if bias is None else bias.detach())
     to_bias = module.bias_gradient if isinstance(module, FieldInstanceNorm) else module.field_gradient

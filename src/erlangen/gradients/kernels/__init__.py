@@ -1,0 +1,37 @@
+"""Fused kernels for the GPU, each with a twin in plain PyTorch that says what it computes.
+
+The kernels are optional: without Triton, or on another device, the same results come from the twins or from the layers'
+own code. They are checked against the twins on the GPU and, under Triton's interpreter (``TRITON_INTERPRET=1``), on any
+machine. All read bfloat16, float16 or float32 in channels-last order and compute in float32.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+try:
+    import triton  # noqa: F401
+
+    HAS_TRITON = True
+except ImportError:  # pragma: no cover - depends on the machine
+    HAS_TRITON = False
+
+#: Triton runs kernels step by step in Python: for tests on machines without a GPU
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: use the kernels on any device: for tests under the interpreter
+FORCED = False
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether a kernel can, and should, be launched on these tensors."""
+    return HAS_TRITON and (FORCED or (not INTERPRETED and all(t.is_cuda for t in tensors)))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "power_of_two", "usable"]

@@ -1,0 +1,129 @@
+"""Kernel gradients of a convolution, one per owner, without im2col.
+
+    g[i, o, t, c] = Σ over the views v and output pixels p of owner i of  d[i, v, p, o] · x[i, v, p·stride + t·dilation − pad, c]
+
+One program forms one tile of (o, c) for one tap and owner: a matrix product over the owner's pixels whose operands are
+read where they lie (channels-last). Sums are float32; the result is rounded once, to the type of the cotangent.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+
+Pair = tuple[int, int]
+
+
+def reference(x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+    """[n, O, taps, C] by unfolding, in the precision of the operands."""
+    owners, channels = len(x) // views, x.shape[1]
+    windows = F.unfold(x, kernel, dilation, padding, stride).view(len(x), channels, kernel[0] * kernel[1], -1)
+    products = torch.einsum("rop,rctp->rotc", d.flatten(2), windows)
+    return products.unflatten(0, (owners, views)).sum(1)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _gradient(
+        x, d, out, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, C: tl.constexpr,
+        O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+        PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, VIEWS: tl.constexpr, TILE_O: tl.constexpr,
+        BLOCK_O: tl.constexpr, TILE_C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
+    ):  # fmt: skip
+        """ROW: one program forms the three taps of a kernel row, so that few channels still fill the matrix units."""
+        owner = tl.program_id(1).to(tl.int64)
+        ACROSS: tl.constexpr = (O + TILE_O - 1) // TILE_O
+        DOWN: tl.constexpr = (C + TILE_C - 1) // TILE_C
+        tap = tl.program_id(0) // (ACROSS * DOWN)
+        place = tl.program_id(0) % (ACROSS * DOWN)
+        jo = tl.arange(0, BLOCK_O)
+        o = (place // DOWN) * TILE_O + jo
+        in_o = (jo < TILE_O) & (o < O)
+        jc = tl.arange(0, BLOCK_C)
+        c = (place % DOWN) * TILE_C + jc
+        in_c = (jc < TILE_C) & (c < C)
+        left = d + owner * tokens * O
+        right = x + owner * VIEWS * H * W * C
+        target = out + (owner * O + o[:, None]) * (KH * KW * C) + c[None, :]
+        both = in_o[:, None] & in_c[None, :]
+        k = tl.arange(0, BLOCK)
+        if ROW:
+            a0 = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+            a1 = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+            a2 = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+            for start in range(0, tokens, BLOCK):
+                t = start + k
+                here = t < tokens
+                row = ((t // WO) % HO) * SH + tap * DH - PH
+                col = (t % WO) * SW - PW
+                here_x = here & (row >= 0) & (row < H)
+                base = right + (((t // (HO * WO)) * H + row) * W + col)[:, None] * C + c[None, :]
+                dv = tl.load(left + t[:, None] * O + o[None, :], mask=here[:, None] & in_o[None, :], other=0.0)
+                x0 = tl.load(base, mask=(here_x & (col >= 0) & (col < W))[:, None] & in_c[None, :], other=0.0)
+                x1 = tl.load(
+                    base + DW * C, mask=(here_x & (col + DW >= 0) & (col + DW < W))[:, None] & in_c[None, :], other=0.0
+                )
+                x2 = tl.load(
+                    base + 2 * DW * C,
+                    mask=(here_x & (col + 2 * DW >= 0) & (col + 2 * DW < W))[:, None] & in_c[None, :],
+                    other=0.0,
+                )
+                turned = tl.trans(dv)
+                a0 = tl.dot(turned, x0, a0)
+                a1 = tl.dot(turned, x1, a1)
+                a2 = tl.dot(turned, x2, a2)
+            tl.store(target + tap * KW * C, a0.to(out.dtype.element_ty), mask=both)
+            tl.store(target + (tap * KW + 1) * C, a1.to(out.dtype.element_ty), mask=both)
+            tl.store(target + (tap * KW + 2) * C, a2.to(out.dtype.element_ty), mask=both)
+        else:
+            total = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+            for start in range(0, tokens, BLOCK):
+                t = start + k
+                here = t < tokens
+                row = ((t // WO) % HO) * SH + (tap // KW) * DH - PH
+                col = (t % WO) * SW + (tap % KW) * DW - PW
+                here_x = here & (row >= 0) & (row < H) & (col >= 0) & (col < W)
+                base = right + (((t // (HO * WO)) * H + row) * W + col)[:, None] * C + c[None, :]
+                dv = tl.load(left + t[:, None] * O + o[None, :], mask=here[:, None] & in_o[None, :], other=0.0)
+                xv = tl.load(base, mask=here_x[:, None] & in_c[None, :], other=0.0)
+                total = tl.dot(tl.trans(dv), xv, total)
+            tl.store(target + tap * C, total.to(out.dtype.element_ty), mask=both)
+
+
+def _tile(channels: int, most: int = 128) -> Pair:
+    """Equal tiles of at most ``most`` channels, and the power of two that holds one."""
+    size = -(-channels // -(-channels // most))
+    return size, max(16, power_of_two(size))
+
+
+def worth_it(tokens: int, channels: int, outputs: int) -> bool:
+    """Few pixels or few channels leave the matrix units idle: there im2col and a batched product are faster."""
+    return tokens >= 128 and channels >= 16 and outputs >= 16
+
+
+def conv_gradient(
+    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Tensor:
+    """[n, O, taps, C] from channels-last x [n·views, C, H, W] and d [n·views, O, H', W']."""
+    (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
+    owners, taps = rows // views, kernel[0] * kernel[1]
+    x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
+    out = torch.empty(owners, outputs, taps, channels, device=x.device, dtype=d.dtype)
+    by_row = channels <= 64 and kernel[1] == 3
+    (tile_o, block_o), (tile_c, block_c) = _tile(outputs), _tile(channels)
+    tokens = views * out_height * out_width
+    block = 32 if by_row or out_height * out_width <= 64 else 64
+    stages, warps = (5, 4) if by_row else (4, 8) if block == 32 else (3, 4)
+    grid = ((kernel[0] if by_row else taps) * -(-outputs // tile_o) * -(-channels // tile_c), owners)
+    _gradient[grid](
+        x, d, out, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
+        *dilation, views, tile_o, block_o, tile_c, block_c, min(block, max(16, power_of_two(tokens))), by_row,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,337 @@
+"""Activation, group normalisation, activation and 2×2 max pooling in one pass over the map, each way.
+
+    z = pool(post(γ·x̂ + β)),   x̂ = (pre(y) − μ)/√(var + ε),   μ, var per sample over the pixels and channels of a group
+
+Backwards, from the cotangent of z: the cotangent of y, and the gradients of γ and β of *every row*, which is all that
+per-sample gradients of a normalisation need. Nothing but y and two numbers per group is kept; the rest is recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+
+ACTIVATIONS = {"identity": 0, "mish": 1, "relu": 2, "silu": 3}
+_TWINS = {"identity": lambda x: x, "mish": F.mish, "relu": F.relu, "silu": F.silu}
+
+
+@dataclass(frozen=True)
+class NormAct:
+    """Which layers are joined: activation before and after a norm of ``groups`` groups, and pooling."""
+
+    groups: int
+    eps: float
+    pre: str = "identity"
+    post: str = "identity"
+    pool: bool = False
+
+
+def reference(y: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct) -> Tensor:
+    """What the kernels compute. y: [n, C, H, W]; γ and β: [C], or [n, C] for one per row."""
+    n, channels = y.shape[:2]
+    x = F.group_norm(_TWINS[spec.pre](y), spec.groups, eps=spec.eps)
+    scale, shift = (p.expand(n, channels).reshape(n, channels, 1, 1) for p in (gamma, beta))
+    z = _TWINS[spec.post](x * scale + shift)
+    return F.max_pool2d(z, 2) if spec.pool else z
+
+
+def reference_backward(
+    y: Tensor, cotangent: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(∂y, ∂γ of every row, ∂β of every row) by autograd."""
+    with torch.enable_grad():
+        leaf = y.detach().requires_grad_()
+        rows = [p.detach().expand(len(y), -1).clone().requires_grad_() for p in (gamma, beta)]
+        return torch.autograd.grad(reference(leaf, rows[0], rows[1], spec), [leaf, *rows], cotangent)  # type: ignore[return-value]
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _activate(x, KIND: tl.constexpr):
+        if KIND == 1:
+            e = tl.exp(tl.minimum(x, 20.0))  # tanh(log(1 + e)) = n/(n + 2), n = e(e + 2)
+            n = e * (e + 2.0)
+            r = x * (n / (n + 2.0))
+        elif KIND == 2:
+            r = tl.maximum(x, 0.0)
+        elif KIND == 3:
+            r = x / (1.0 + tl.exp(-x))
+        else:
+            r = x
+        return r
+
+    @triton.jit
+    def _slope(x, KIND: tl.constexpr):
+        """The derivative of the activation."""
+        if KIND == 1:
+            e = tl.exp(tl.minimum(x, 20.0))
+            n = e * (e + 2.0)
+            t = n / (n + 2.0)
+            r = t + x * (1.0 - t * t) * (e / (1.0 + e))
+        elif KIND == 2:
+            r = tl.where(x > 0, 1.0, 0.0)
+        elif KIND == 3:
+            s = 1.0 / (1.0 + tl.exp(-x))
+            r = s * (1.0 + x * (1.0 - s))
+        else:
+            r = tl.zeros_like(x) + 1.0
+        return r
+
+    @triton.jit
+    def _over_groups(s, BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr):
+        """Sum a vector of channels over the groups they belong to, and spread the sums back."""
+        if ONE:
+            r = tl.zeros([BLOCK], tl.float32) + tl.sum(s, 0)
+        else:
+            q = tl.sum(tl.reshape(s, [BLOCK // SIZE, SIZE]), 1)
+            r = tl.reshape(tl.broadcast_to(q[:, None], [BLOCK // SIZE, SIZE]), [BLOCK])
+        return r
+
+    @triton.jit
+    def _tile(base, pixel, channel, inside, C: tl.constexpr):
+        return tl.load(base + pixel[:, None] * C + channel[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _put(base, pixel, channel, inside, value, C: tl.constexpr):
+        at = base + pixel[:, None] * C + channel[None, :]
+        tl.store(at, value.to(base.dtype.element_ty), mask=inside[None, :])
+
+    @triton.jit
+    def _forward(
+        y, z, gamma, beta, mean, rstd, eps, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
+        POOL: tl.constexpr, PIXELS: tl.constexpr,
+    ):  # fmt: skip
+        """One program: one row, WIDTH channels (whole groups), every pixel, PIXELS at a time."""
+        AREA: tl.constexpr = H * W
+        j = tl.arange(0, BLOCK)
+        c = tl.program_id(0) * WIDTH + j
+        inside = (j < WIDTH) & (c < C)
+        n = tl.program_id(1).to(tl.int64)
+        source = y + n * AREA * C
+        total = tl.zeros([BLOCK], tl.float32)
+        square = tl.zeros([BLOCK], tl.float32)
+        if PIXELS >= AREA:  # the whole map in registers: read once, in quarters if they are pooled
+            if POOL:
+                q = tl.arange(0, AREA // 4)
+                p = (q // (W // 2)) * 2 * W + (q % (W // 2)) * 2
+                m0 = _activate(_tile(source, p, c, inside, C), PRE)
+                m1 = _activate(_tile(source, p + 1, c, inside, C), PRE)
+                m2 = _activate(_tile(source, p + W, c, inside, C), PRE)
+                m3 = _activate(_tile(source, p + W + 1, c, inside, C), PRE)
+                total = tl.sum(m0 + m1 + m2 + m3, 0)
+                square = tl.sum(m0 * m0 + m1 * m1 + m2 * m2 + m3 * m3, 0)
+            else:
+                p = tl.arange(0, PIXELS)
+                m = _activate(_tile(source, p, c, inside, C), PRE)
+                total = tl.sum(m, 0)
+                square = tl.sum(m * m, 0)
+        else:
+            for start in range(0, AREA, PIXELS):
+                m = _activate(_tile(source, start + tl.arange(0, PIXELS), c, inside, C), PRE)
+                total += tl.sum(m, 0)
+                square += tl.sum(m * m, 0)
+        mu = _over_groups(total, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        variance = _over_groups(square, BLOCK, SIZE, ONE) / (AREA * SIZE) - mu * mu
+        rs = 1.0 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
+        tl.store(mean + n * C + c, mu, mask=inside)
+        tl.store(rstd + n * C + c, rs, mask=inside)
+        a = tl.load(gamma + c, mask=inside, other=0.0) * rs
+        b = tl.load(beta + c, mask=inside, other=0.0) - mu * a
+        if POOL and PIXELS >= AREA:
+            best = tl.maximum(
+                _activate(m0 * a[None, :] + b[None, :], POST), _activate(m1 * a[None, :] + b[None, :], POST)
+            )
+            best = tl.maximum(best, _activate(m2 * a[None, :] + b[None, :], POST))
+            best = tl.maximum(best, _activate(m3 * a[None, :] + b[None, :], POST))
+            _put(z + n * (AREA // 4) * C, q, c, inside, best, C)
+        elif POOL:
+            QUARTER: tl.constexpr = PIXELS // 4
+            HALF: tl.constexpr = W // 2
+            for start in range(0, AREA // 4, QUARTER):
+                q = start + tl.arange(0, QUARTER)
+                p = (q // HALF) * 2 * W + (q % HALF) * 2
+                best = _activate(_activate(_tile(source, p, c, inside, C), PRE) * a[None, :] + b[None, :], POST)
+                for k in tl.static_range(1, 4):
+                    there = _activate(_tile(source, p + (k // 2) * W + k % 2, c, inside, C), PRE)
+                    best = tl.maximum(best, _activate(there * a[None, :] + b[None, :], POST))
+                _put(z + n * (AREA // 4) * C, q, c, inside, best, C)
+        elif PIXELS >= AREA:
+            _put(z + n * AREA * C, p, c, inside, _activate(m * a[None, :] + b[None, :], POST), C)
+        else:
+            for start in range(0, AREA, PIXELS):
+                p = start + tl.arange(0, PIXELS)
+                o = _activate(_tile(source, p, c, inside, C), PRE) * a[None, :] + b[None, :]
+                _put(z + n * AREA * C, p, c, inside, _activate(o, POST), C)
+
+    @triton.jit
+    def _normal(v, mu, rs, PRE: tl.constexpr):
+        return (_activate(v, PRE) - mu[None, :]) * rs[None, :]
+
+    @triton.jit
+    def _backward(
+        y, dz, dy, gamma, beta, mean, rstd, dgamma, dbeta, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr, PRE: tl.constexpr,
+        POST: tl.constexpr, POOL: tl.constexpr, PIXELS: tl.constexpr,
+    ):  # fmt: skip
+        """dy = rs·(γ·do − Σγ·do/m − x̂·Σγ·do·x̂/m)·pre'(y), the sums over a group of m entries; do = dz·post'."""
+        AREA: tl.constexpr = H * W
+        j = tl.arange(0, BLOCK)
+        c = tl.program_id(0) * WIDTH + j
+        inside = (j < WIDTH) & (c < C)
+        n = tl.program_id(1).to(tl.int64)
+        source = y + n * AREA * C
+        target = dy + n * AREA * C
+        g = tl.load(gamma + c, mask=inside, other=0.0)
+        b = tl.load(beta + c, mask=inside, other=0.0)
+        mu = tl.load(mean + n * C + c, mask=inside, other=0.0)
+        rs = tl.load(rstd + n * C + c, mask=inside, other=0.0)
+        along = tl.zeros([BLOCK], tl.float32)  # Σ do·x̂
+        plain = tl.zeros([BLOCK], tl.float32)  # Σ do
+        if POOL:
+            QUARTER: tl.constexpr = PIXELS // 4
+            HALF: tl.constexpr = W // 2
+            arriving = dz + n * (AREA // 4) * C
+            for start in range(0, AREA // 4, QUARTER):
+                q = start + tl.arange(0, QUARTER)
+                p = (q // HALF) * 2 * W + (q % HALF) * 2
+                d = _tile(arriving, q, c, inside, C)
+                x = _normal(_tile(source, p, c, inside, C), mu, rs, PRE)  # the winner's x̂, found as we go
+                o = x * g[None, :] + b[None, :]
+                best = _activate(o, POST)
+                for k in tl.static_range(1, 4):
+                    x1 = _normal(_tile(source, p + (k // 2) * W + k % 2, c, inside, C), mu, rs, PRE)
+                    o1 = x1 * g[None, :] + b[None, :]
+                    z1 = _activate(o1, POST)
+                    wins = z1 > best
+                    x = tl.where(wins, x1, x)
+                    o = tl.where(wins, o1, o)
+                    best = tl.where(wins, z1, best)
+                d = d * _slope(o, POST)
+                plain += tl.sum(d, 0)
+                along += tl.sum(d * x, 0)
+        elif PIXELS >= AREA:
+            p = tl.arange(0, PIXELS)
+            v = _tile(source, p, c, inside, C)
+            x = _normal(v, mu, rs, PRE)
+            d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
+            plain = tl.sum(d, 0)
+            along = tl.sum(d * x, 0)
+        else:
+            for start in range(0, AREA, PIXELS):
+                p = start + tl.arange(0, PIXELS)
+                x = _normal(_tile(source, p, c, inside, C), mu, rs, PRE)
+                d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
+                plain += tl.sum(d, 0)
+                along += tl.sum(d * x, 0)
+        tl.store(dgamma + n * C + c, along, mask=inside)
+        tl.store(dbeta + n * C + c, plain, mask=inside)
+        s1 = _over_groups(g * plain, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        s2 = _over_groups(g * along, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        if POOL:
+            for start in range(0, AREA // 4, QUARTER):
+                q = start + tl.arange(0, QUARTER)
+                p = (q // HALF) * 2 * W + (q % HALF) * 2
+                d = _tile(arriving, q, c, inside, C)
+                v0 = _tile(source, p, c, inside, C)
+                v1 = _tile(source, p + 1, c, inside, C)
+                v2 = _tile(source, p + W, c, inside, C)
+                v3 = _tile(source, p + W + 1, c, inside, C)
+                x0 = _normal(v0, mu, rs, PRE)
+                x1 = _normal(v1, mu, rs, PRE)
+                x2 = _normal(v2, mu, rs, PRE)
+                x3 = _normal(v3, mu, rs, PRE)
+                o0 = x0 * g[None, :] + b[None, :]
+                o1 = x1 * g[None, :] + b[None, :]
+                o2 = x2 * g[None, :] + b[None, :]
+                o3 = x3 * g[None, :] + b[None, :]
+                z0 = _activate(o0, POST)
+                z1 = _activate(o1, POST)
+                z2 = _activate(o2, POST)
+                z3 = _activate(o3, POST)
+                best = tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3))
+                w0 = z0 == best
+                w1 = (z1 == best) & (~w0)
+                w2 = (z2 == best) & (~w0) & (~w1)
+                w3 = ~(w0 | w1 | w2)
+                r0 = g[None, :] * tl.where(w0, d * _slope(o0, POST), 0.0) - s1[None, :] - x0 * s2[None, :]
+                r1 = g[None, :] * tl.where(w1, d * _slope(o1, POST), 0.0) - s1[None, :] - x1 * s2[None, :]
+                r2 = g[None, :] * tl.where(w2, d * _slope(o2, POST), 0.0) - s1[None, :] - x2 * s2[None, :]
+                r3 = g[None, :] * tl.where(w3, d * _slope(o3, POST), 0.0) - s1[None, :] - x3 * s2[None, :]
+                _put(target, p, c, inside, rs[None, :] * r0 * _slope(v0, PRE), C)
+                _put(target, p + 1, c, inside, rs[None, :] * r1 * _slope(v1, PRE), C)
+                _put(target, p + W, c, inside, rs[None, :] * r2 * _slope(v2, PRE), C)
+                _put(target, p + W + 1, c, inside, rs[None, :] * r3 * _slope(v3, PRE), C)
+        elif PIXELS >= AREA:
+            r = g[None, :] * d - s1[None, :] - x * s2[None, :]
+            _put(target, p, c, inside, rs[None, :] * r * _slope(v, PRE), C)
+        else:
+            for start in range(0, AREA, PIXELS):
+                p = start + tl.arange(0, PIXELS)
+                v = _tile(source, p, c, inside, C)
+                x = _normal(v, mu, rs, PRE)
+                d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
+                r = g[None, :] * d - s1[None, :] - x * s2[None, :]
+                _put(target, p, c, inside, rs[None, :] * r * _slope(v, PRE), C)
+
+
+def fits(y: Tensor, spec: NormAct) -> bool:
+    """Maps the kernels can work on: a power of two of pixels (of windows, if pooled), and groups that a program holds."""
+    area, size = y.shape[2] * y.shape[3], y.shape[1] // spec.groups
+    even = y.shape[2] % 2 == 0 and y.shape[3] % 2 == 0
+    return area == power_of_two(area) and area >= 4 and (even or not spec.pool) and power_of_two(size) <= 1024
+
+
+def _launch(y: Tensor, spec: NormAct, backward: bool) -> tuple[dict[str, int], int, int]:
+    """Constants of a launch, its programs per row, and warps: measured best on an H200 for maps of 4×4 to 32×32."""
+    channels, area = y.shape[1], y.shape[2] * y.shape[3]
+    size = channels // spec.groups
+    if size == power_of_two(size):
+        width = max(size, 64 if area <= 64 else 32 if area <= 256 and not (backward and spec.pool) else 16)
+        width = min(width, power_of_two(channels))
+        block = width
+    else:
+        width, block = size, power_of_two(size)
+    entries = (4096 if spec.pool else 8192) if backward else 16384
+    pixels = min(area, max(16, entries // block))
+    constants = {
+        "H": y.shape[2], "W": y.shape[3], "C": channels, "WIDTH": width, "BLOCK": block, "SIZE": size,
+        "ONE": size == width, "PRE": ACTIVATIONS[spec.pre], "POST": ACTIVATIONS[spec.post], "POOL": spec.pool,
+        "PIXELS": pixels,
+    }  # fmt: skip
+    return constants, -(-channels // width), 8 if pixels * block >= 8192 else 4
+
+
+def forward(y: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct) -> tuple[Tensor, Tensor, Tensor]:
+    """(z, μ, 1/√(var + ε)), the statistics as [n, C]. y must be channels-last."""
+    rows, channels, height, width = y.shape
+    half = 2 if spec.pool else 1
+    z = torch.empty(
+        rows, channels, height // half, width // half, device=y.device, dtype=y.dtype, memory_format=torch.channels_last
+    )
+    mean, rstd = (torch.empty(rows, channels, device=y.device, dtype=torch.float32) for _ in range(2))
+    constants, programs, warps = _launch(y, spec, False)
+    _forward[(programs, rows)](y, z, gamma, beta, mean, rstd, spec.eps, **constants, num_warps=warps)
+    return z, mean, rstd
+
+
+def backward(
+    y: Tensor, cotangent: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, rstd: Tensor, spec: NormAct
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(∂y, ∂γ of every row [n, C], ∂β of every row [n, C])."""
+    dy = torch.empty_like(y, memory_format=torch.channels_last)
+    dgamma, dbeta = torch.empty_like(mean), torch.empty_like(mean)
+    constants, programs, warps = _launch(y, spec, True)
+    cotangent = cotangent.contiguous(memory_format=torch.channels_last)
+    _backward[(programs, len(y))](
+        y, cotangent, dy, gamma, beta, mean, rstd, dgamma, dbeta, **constants, num_warps=warps
+    )
+    return dy, dgamma, dbeta

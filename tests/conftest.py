@@ -1,0 +1,8 @@
+"""Kernels run under Triton's interpreter where there is no GPU; it must be chosen before they are defined."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,242 @@
+"""Every fused kernel against its twin in plain PyTorch: on a GPU as compiled, elsewhere under Triton's interpreter."""
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
+
+from erlangen.gradients import RowMap, Tape, attach, detach, kernels
+from erlangen.gradients.joined import join, runs
+from erlangen.gradients.kernels import conv_gradient as convs
+from erlangen.gradients.kernels import im2col, norm_act, row_sum, tied_sum
+from erlangen.mechanisms import GaussianMechanism
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16 matrices
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> None:
+    error = (a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm().clamp(min=1e-30)
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize(("pre", "post"), [("mish", "identity"), ("identity", "relu"), ("silu", "mish"), ("relu", "silu")])
+@pytest.mark.parametrize(("channels", "groups", "size"), [(16, 2, 8), (24, 3, 4), (20, 4, 8), (12, 1, 4), (112, 14, 4)])
+def test_norm_act_is_its_twin(channels, groups, size, pre, post, pool):
+    torch.manual_seed(channels + size)
+    spec = norm_act.NormAct(groups, 1e-5, pre, post, pool)
+    y = channels_last(3, channels, size, size)
+    gamma, beta = torch.randn(channels, device=DEVICE), torch.randn(channels, device=DEVICE)
+    assert norm_act.fits(y, spec)
+    z, mean, rstd = norm_act.forward(y, gamma, beta, spec)
+    close(z, norm_act.reference(y.double(), gamma.double(), beta.double(), spec), 1e-5)
+    cotangent = torch.randn_like(z)
+    found = norm_act.backward(y, cotangent, gamma, beta, mean, rstd, spec)
+    wanted = norm_act.reference_backward(y.double(), cotangent.double(), gamma.double(), beta.double(), spec)
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b, 1e-4)
+
+
+def test_norm_act_in_pieces_of_the_map_is_the_same(monkeypatch):
+    """A map too large for registers is read in pieces; the choice changes nothing."""
+    torch.manual_seed(0)
+    y = channels_last(2, 16, 8, 8)
+    gamma, beta = torch.randn(16, device=DEVICE), torch.randn(16, device=DEVICE)
+    launch = norm_act._launch
+    for pool in (False, True):
+        spec = norm_act.NormAct(2, 1e-5, "mish", "relu", pool)
+        whole = norm_act.forward(y, gamma, beta, spec)
+        cotangent = torch.randn_like(whole[0])
+        back = norm_act.backward(y, cotangent, gamma, beta, *whole[1:], spec)
+
+        def small(*args, launch=launch):
+            constants, programs, warps = launch(*args)
+            return {**constants, "PIXELS": 16}, programs, warps
+
+        with monkeypatch.context() as patch:
+            patch.setattr(norm_act, "_launch", small)
+            parts = norm_act.forward(y, gamma, beta, spec)
+            back_parts = norm_act.backward(y, cotangent, gamma, beta, *parts[1:], spec)
+        for a, b in zip((*whole, *back), (*parts, *back_parts), strict=True):
+            close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "size", "views", "kernel", "stride", "padding", "dilation"),
+    [
+        (16, 16, 8, 2, (3, 3), (1, 1), (1, 1), (1, 1)),
+        (72, 16, 4, 1, (3, 3), (1, 1), (1, 1), (1, 1)),
+        (16, 136, 4, 2, (3, 3), (2, 2), (1, 1), (1, 1)),
+        (80, 16, 6, 1, (5, 3), (1, 2), (2, 0), (1, 2)),
+        (16, 24, 5, 3, (1, 1), (1, 1), (0, 0), (1, 1)),
+    ],
+)
+def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views, kernel, stride, padding, dilation):
+    torch.manual_seed(1)
+    x = channels_last(2 * views, channels, size, size + 1)
+    out = [(s + 2 * p - e * (k - 1) - 1) // t + 1 for s, p, e, k, t in zip(x.shape[2:], padding, dilation, kernel, stride)]
+    d = channels_last(2 * views, outputs, *out)
+    found = convs.conv_gradient(x, d, views, kernel, stride, padding, dilation)
+    wanted = convs.reference(x.double(), d.double(), views, kernel, stride, padding, dilation)
+    close(found, wanted, 1e-2 if DEVICE == "cuda" else 1e-5)  # on the GPU the matrix units round float32 operands
+
+
+@pytest.mark.parametrize("jacobian", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_tied_sum_is_its_twin(scaled, jacobian):
+    torch.manual_seed(2)
+    owners, fields, copies, entries = 3, 2, 4, 24
+    kernels = torch.randn(owners, fields, copies, entries, device=DEVICE).bfloat16()
+    source = torch.stack([torch.randperm(entries) for _ in range(copies)]).to(DEVICE, torch.int32)
+    scale = torch.rand(entries, device=DEVICE) if scaled else None
+    a = torch.randn(entries, device=DEVICE)
+    rows = lambda: torch.randn(fields, entries, device=DEVICE)  # noqa: E731
+    vectors = tied_sum.Standardisation(rows(), rows(), torch.rand(fields, device=DEVICE), a / a.norm())
+    found = tied_sum.tied_sum(kernels, source, scale, vectors if jacobian else None)
+    for f, w in zip(found, tied_sum.reference(kernels, source, scale, vectors if jacobian else None), strict=True):
+        close(f, w, 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (37, 700), (130, 1025)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_sum_never_reads_a_row_of_weight_zero(rows, columns, dtype):
+    torch.manual_seed(3)
+    g, w = torch.randn(rows, columns, device=DEVICE).to(dtype), torch.rand(rows, device=DEVICE)
+    if rows > 1:
+        w[::3] = 0
+        g[::3] = float("nan")
+    found = row_sum.row_sum(w, g)
+    assert torch.isfinite(found).all()
+    close(found, row_sum.reference(w, g), 1e-5)
+
+
+def test_windows_of_an_image_are_those_of_unfolding():
+    torch.manual_seed(4)
+    x = channels_last(3, 3, 7, 6)
+    for kernel, stride, padding, dilation in (((3, 3), (1, 1), (1, 1), (1, 1)), ((2, 3), (2, 1), (0, 2), (1, 2))):
+        wanted = im2col.reference(x, kernel, stride, padding, dilation)
+        size = [(s + 2 * p - e * (k - 1) - 1) // t + 1 for s, p, e, k, t in zip(x.shape[2:], padding, dilation, kernel, stride)]
+        found = im2col.im2col(x, kernel, stride, padding, dilation, tuple(size))
+        assert torch.equal(found, wanted)
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Use the kernels on this device, whatever it is."""
+    monkeypatch.setattr(kernels, "FORCED", True)
+
+
+def networks():
+    from erlangen.equivariant import EquivariantSequential, regular_fields, trivial_fields
+    from erlangen.equivariant.groups import group_by_name
+    from erlangen.models.equivariant import EquivariantClassifier, EquivariantResidual, Style
+
+    def d4(basis: str) -> nn.Module:
+        g = group_by_name("D4")
+        style, two = Style(basis=basis), regular_fields(g, 2)
+        body = EquivariantSequential(style.block(two, two))
+        return EquivariantClassifier(
+            EquivariantSequential(
+                style.block(trivial_fields(g, 3), two), style.block(two, two, pool=True),
+                EquivariantResidual(body, style.norm(two)),
+            ),
+            4,
+        )  # fmt: skip
+
+    def plain() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, 2, padding=1), nn.Mish(), nn.GroupNorm(8, 32), nn.Flatten(), nn.Linear(512, 4),
+        )  # fmt: skip
+
+    return {"plain": plain, "D4 by pixels": lambda: d4("pixel"), "D4 band-limited": lambda: d4("steerable")}
+
+
+def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool):
+    tape = Tape(dict(model.named_parameters()), "mean")
+    tape.rows = RowMap.regular(len(x) // views, views)
+    attach(model, tape)
+    try:
+        with torch.autocast(DEVICE, HALF, enabled=autocast):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    finally:
+        detach(model)
+    return tape.gradients()
+
+
+@pytest.mark.parametrize("name", ["plain", "D4 by pixels", "D4 band-limited"])
+def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, name):
+    """The whole fast path in 16 bits: every owner's gradient near the exact one, norms those of what is summed."""
+    torch.manual_seed(5)
+    model = networks()[name]().to(DEVICE).to(memory_format=torch.channels_last)
+    x, y = channels_last(6, 3, 16, 16), torch.randint(0, 4, (3,), device=DEVICE).repeat_interleave(2)
+    found = recorded(model, x, y, 2, autocast=True)
+    norms = found.norms_squared()
+    weights = torch.rand(3, device=DEVICE)
+    sums = found.weighted_sum(dict.fromkeys(found.names, weights))
+    exact = copy.deepcopy(model).double()
+    for i in range(3):
+        rows = slice(2 * i, 2 * i + 2)
+        loss = F.cross_entropy(exact(x[rows].double()), y[rows])
+        wanted = dict(zip(found.names, torch.autograd.grad(loss, [exact.get_parameter(n) for n in found.names])))
+        a = torch.cat([found.dense(n)[i].double().flatten() for n in found.names])
+        b = torch.cat([wanted[n].flatten() for n in found.names])
+        assert (a - b).norm() / b.norm() < (0.3 if DEVICE == "cuda" else 0.05)  # 8 bits through many layers
+    alone = [found.weighted_sum(dict.fromkeys(found.names, torch.eye(3, device=DEVICE)[i])) for i in range(3)]
+    for n in found.names:
+        close(norms[n], torch.stack([one[n].square().sum() for one in alone]), 1e-5)
+        close(sums[n], sum(w * one[n] for w, one in zip(weights, alone, strict=True)), 1e-5)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace(forced):
+    """One record's NaN costs that record alone its contribution, without a look at the device."""
+    torch.manual_seed(6)
+    model = networks()["D4 by pixels"]().to(DEVICE).to(memory_format=torch.channels_last)
+    x, y = channels_last(4, 3, 16, 16), torch.randint(0, 4, (4,), device=DEVICE)
+    x[1] = float("nan")
+
+    def released(rows: list[int]) -> dict[str, Tensor]:
+        mechanism = GaussianMechanism(0.0, 1.0)
+        mechanism.bind(dict(model.named_parameters()), 4)
+        gradients = recorded(model, x[rows], y[rows], 1, autocast=True)
+        assert gradients.guarded
+        with torch.no_grad():
+            mechanism.accumulate(gradients)
+        return mechanism.finish(4)
+
+    with_nan, without = released([0, 1, 2, 3]), released([0, 2, 3])
+    flat = lambda gradients: torch.cat([g.flatten() for g in gradients.values()])  # noqa: E731
+    close(flat(with_nan), flat(without), 1e-2)
+
+
+def test_runs_of_layers_are_found():
+    gn = lambda: nn.GroupNorm(2, 8)  # noqa: E731
+    layers = [nn.Conv2d(3, 8, 3), nn.Mish(), gn(), nn.MaxPool2d(2), gn(), nn.ReLU(), gn(), nn.ReLU(), nn.MaxPool2d(3)]
+    found = [(r.start, r.stop, r.spec.pre, r.spec.post, r.spec.pool) for r in runs(layers)]
+    assert found == [(1, 4, "mish", "identity", True), (4, 5, "identity", "identity", False), (5, 8, "relu", "relu", False)]
+    layers[2].register_forward_hook(lambda *_: None)
+    assert [r.start for r in runs(layers)] == [4, 5]
+
+
+def test_joined_layers_in_ordinary_training_give_the_ordinary_gradients(forced):
+    torch.manual_seed(7)
+    model = networks()["plain"]().to(DEVICE).to(memory_format=torch.channels_last)
+    x, y = channels_last(4, 3, 16, 16), torch.randint(0, 4, (4,), device=DEVICE)
+    F.cross_entropy(model(x), y).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(join(model)(x), y).backward()
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        close(p.grad, w, 1e-4)
+    assert type(copy.deepcopy(model)[1].forward) is types.MethodType
