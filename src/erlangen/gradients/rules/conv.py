@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,44 +258,49 @@ def transposed(module: Any, tape: Tape, input: Tensor, output_size: list[int] | 
     return tapped_convolution(tape, input, module.weight, module.bias, geometry)
 
 
-def tapped_convolution(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """A convolution whose kernel and bias gradients the tape records row by row."""
+def tapped_convolution(
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    parameter: Tensor | None = None,
+    through: Callable[[Piece], Piece] = lambda piece: piece,
+) -> Tensor:
+    """A convolution whose kernel and bias gradients the tape records row by row.
+
+    Where the kernel is computed from a ``parameter``, ``through`` takes the kernel's gradients to the parameter's.
+    """
     spatial = len(geometry.kernel)
     if x.ndim != spatial + 2:
         raise ValueError(f"a {spatial}-d convolution got an input of shape {tuple(x.shape)}; keep the batch dimension")
-    fixed = None if bias is None else bias.detach()
-    if not geometry.transposed and few_channels(x, weight.shape, geometry.kernel, geometry.groups):
-        return _tapped_windows(tape, x, weight, bias, geometry)
-    if geometry.transposed:
+    target = weight if parameter is None else parameter
+    kernel, fixed = weight.detach(), None if bias is None else bias.detach()
+    plane = geometry.stride, geometry.padding, geometry.dilation
+    by_windows = not geometry.transposed and few_channels(x, weight.shape, geometry.kernel, geometry.groups)
+    kept = x
+    if by_windows:  # an image of few channels: its windows are formed once and serve both directions
+        out, kept = windowed(x, kernel, fixed, *plane)
+    elif geometry.transposed:
         out = _TRANSPOSED[spatial](
-            x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.output_padding, geometry.groups,
+            x, kernel, fixed, geometry.stride, geometry.padding, geometry.output_padding, geometry.groups,
             geometry.dilation,
         )  # fmt: skip
     else:
-        convolve = conv2d if spatial == 2 else _PLAIN[spatial]
-        out = convolve(x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+        out = (conv2d if spatial == 2 else _PLAIN[spatial])(x, kernel, fixed, *plane, geometry.groups)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
-        if weight.requires_grad:
-            yield weight, Conv(saved[0], cotangent, views, weight.shape, geometry)
+        if target.requires_grad:
+            piece = (
+                Windows(saved[0], cotangent, views, kernel.shape)
+                if by_windows
+                else Conv(saved[0], cotangent, views, kernel.shape, geometry)
+            )
+            yield target, through(piece)
         if bias is not None and bias.requires_grad:
             yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
 
-    return tape.tap(out, (x,), (weight, bias), pieces)
-
-
-def _tapped_windows(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The same for an image of few channels: its windows are formed once and serve both directions."""
-    fixed = None if bias is None else bias.detach()
-    out, windows = windowed(x, weight.detach(), fixed, geometry.stride, geometry.padding, geometry.dilation)
-
-    def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
-        if weight.requires_grad:
-            yield weight, Windows(saved[0], cotangent, views, weight.shape)
-        if bias is not None and bias.requires_grad:
-            yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
-
-    return tape.tap(out, (windows,), (weight, bias), pieces)
+    return tape.tap(out, (kept,), (target, bias), pieces)
 
 
 def explicit_padding(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

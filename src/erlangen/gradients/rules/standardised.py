@@ -12,7 +12,7 @@ unless a geometry asks for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from erlangen.gradients.pieces import (
     unit_scale,
 )
 from erlangen.gradients.registry import rule
-from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding
+from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding, tapped_convolution
 from erlangen.gradients.tape import Tape
 from erlangen.models.standardised import StandardisedConv2d, standardise
 
@@ -72,8 +72,6 @@ class Standardised(Piece):
     """Per-owner gradients w.r.t. v; ``inner`` holds those w.r.t. w, formed or not. ``outputs`` are those of the
     convolution without bias, exact, where somebody has kept them: they save a product."""
 
-    prefers_dense = False  # the rule has formed g_w where that is cheaper; g_v is not worth forming
-
     def __init__(self, inner: Piece, projection: Projection, outputs: Tensor | None = None) -> None:
         self.inner, self.projection, self.outputs = inner, projection, outputs
 
@@ -81,8 +79,20 @@ class Standardised(Piece):
     def count(self) -> int:
         return self.inner.count
 
+    @property
+    def prefers_dense(self) -> bool:  # type: ignore[override]
+        return self.inner.prefers_dense
+
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return self.inner.guarded
+
     def dense(self) -> Tensor:
         return self.projection.pull(self.inner.dense())
+
+    def formed(self) -> Piece:
+        """Keeps g_w: g_v costs more passes over memory and is not needed."""
+        return Standardised(self.inner.formed(), self.projection)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         return self.projection.pull(self.inner.weighted_sum(w))
@@ -98,8 +108,10 @@ class Standardised(Piece):
         return self._formed(self.inner.precise().dense())
 
     def _formed(self, g: Tensor) -> Tensor:
-        g = g.to(accumulate_dtype(g)).flatten(2)
-        filters = self.projection.filters.to(g.dtype).flatten(1)
+        strides = g.stride()  # in memory's own order: no copy
+        order = sorted(range(2, g.ndim), key=lambda axis: -strides[axis])
+        g = g.permute(0, 1, *order).flatten(2).to(accumulate_dtype(g))
+        filters = self.projection.filters.to(g.dtype).permute(0, *[axis - 1 for axis in order]).flatten(1)
         energy = squared_norms(g.flatten(0, 1)).unflatten(0, g.shape[:2])
         along = torch.bmm(g.transpose(0, 1), filters[..., None]).squeeze(-1).t()
         return self.projection.norms_squared(energy, g.sum(2) / math.sqrt(g.shape[2]), along)
@@ -146,33 +158,24 @@ class Standardised(Piece):
 def standardised_convolution(module: StandardisedConv2d, tape: Tape, input: Tensor) -> Tensor:
     x, padding = explicit_padding(module, input)
     geometry = Geometry(module.kernel_size, module.stride, padding, module.dilation, module.groups)
-    weight, bias = module.weight, module.bias
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        projection = Projection(*standardise(weight, module.eps))
-    fixed = None if bias is None else bias.detach()
-    out = F.conv2d(x, projection.filters, fixed, geometry.stride, padding, geometry.dilation, geometry.groups)
-    kept = _exact_outputs(out, fixed, weight, module.groups)
-
-    def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
-        if weight.requires_grad:
-            conv = Conv(saved[0], cotangent, views, weight.shape, geometry)
-            formed = tape.strategy != "norms-first" and conv.prefers_dense
-            yield weight, Standardised(Dense(conv.dense()) if formed else conv, projection, None if formed else kept)
-        if bias is not None and bias.requires_grad:
-            yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
-
-    return tape.tap(out, (x,), (weight, bias), pieces)
+    with torch.no_grad(), torch.autocast(module.weight.device.type, enabled=False):
+        projection = Projection(*standardise(module.weight, module.eps))
+    kept: list[Tensor | None] = []
+    through = lambda piece: Standardised(piece, projection, kept[0])  # noqa: E731
+    out = tapped_convolution(tape, x, projection.filters, module.bias, geometry, module.weight, through)
+    kept.append(_exact_outputs(out, module))
+    return out
 
 
-def _exact_outputs(out: Tensor, bias: Tensor | None, weight: Tensor, groups: int) -> Tensor | None:
+def _exact_outputs(out: Tensor, module: StandardisedConv2d) -> Tensor | None:
     """A copy of the output without bias, where positions are so few that norms will come from Gram matrices. Not on a
     GPU, where a convolution may have used TF32."""
-    tokens = math.prod(out.shape[2:])
-    few = gram_is_cheaper(tokens, math.prod(weight.shape[1:]), weight.shape[0] // groups, out)
+    shape = module.weight.shape
+    few = gram_is_cheaper(math.prod(out.shape[2:]), math.prod(shape[1:]), shape[0] // module.groups, out)
     if out.is_cuda or out.dtype != accumulate_dtype(out) or not few:
         return None
     out = out.detach()
-    return out.clone() if bias is None else out - bias.view(-1, *[1] * (out.ndim - 2))
+    return out.clone() if module.bias is None else out - module.bias.detach().view(-1, *[1] * (out.ndim - 2))
 
 
 __all__ = ["Projection", "Standardised", "standardised_convolution"]
