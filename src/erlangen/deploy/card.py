@@ -42,6 +42,16 @@ class ModelCard:
         """A name for every class: the folder's, or the number."""
         return self.class_names or tuple(str(k) for k in range(self.classes))
 
+    def data_options(self) -> dict[str, Any]:
+        """Options with which `erlangen.data.load` reads other records as this model's own were read."""
+        prep = self.preprocessing
+        if prep is None or prep.kind != "image":
+            return {}
+        constants = "/".join(",".join(map(repr, part)) for part in (prep.mean, prep.std))
+        size = {"image_size": [prep.height, prep.width]} if prep.resize else {}
+        white = {} if prep.white is None else {"white": prep.white}
+        return {"normalise": constants, "channels": "grey" if prep.channels == 1 else "rgb", **size, **white}
+
     def save(self, folder: Path) -> None:
         from erlangen.training.checkpoint import write_atomically
 

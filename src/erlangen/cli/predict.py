@@ -1,0 +1,56 @@
+"""``erlangen predict``: classes and probabilities for new images."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from erlangen.cli.manners import Misuse
+
+
+def register(app: typer.Typer) -> None:
+    app.command("predict")(predict)
+
+
+def predict(
+    run: Path = typer.Argument(..., help="Folder of a finished run."),
+    inputs: list[Path] = typer.Argument(..., help="Image files, folders of images, .npz or .npy files."),
+    out: Path | None = typer.Option(None, help="Write to this file: .csv or .json. Default: a CSV table on stdout."),
+    resize: bool = typer.Option(False, "--resize", help="Scale and crop images of another size."),
+    skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave out what cannot be read, and say so."),
+    key: str | None = typer.Option(None, help="The array of an .npz file that holds the images."),
+    device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Predict with a trained model. Predictions are post-processing: they cost no privacy, however many."""
+    from erlangen.deploy.card import load_run
+    from erlangen.deploy.predict import predict as answers
+
+    if out is not None and out.suffix not in (".csv", ".json"):
+        raise Misuse(f"--out is {str(out)!r}; give a file that ends in .csv or .json")
+    model, card = load_run(run)
+    found = answers(model, card, inputs, resize=resize, skip_bad=skip_bad, key=key, device=device)
+    for name, why in found.skipped:
+        typer.echo(f"erlangen: note: left out {name}: {why}", err=True)
+    if out is not None:
+        _write(out, json.dumps(found.to_json(), indent=2) + "\n" if out.suffix == ".json" else _csv(found))
+        done = {"out": str(out), "predictions": len(found.rows), "skipped": len(found.skipped)}
+        typer.echo(json.dumps(done) if as_json else f"{len(found.rows)} predictions in {out}")
+    else:
+        typer.echo(json.dumps(found.to_json()) if as_json else _csv(found), nl=as_json)
+
+
+def _csv(found: Any) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(found.table())
+    return text.getvalue()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

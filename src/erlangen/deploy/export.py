@@ -1,0 +1,161 @@
+"""``erlangen export``: a trained model as plain PyTorch source with safetensors weights, or as ONNX.
+
+Either way the exported network takes pixels in [0, 1] (the constants of the run are inside), and its outputs were
+compared with the run's own model before this returns.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save as to_bytes
+from torch import Tensor, fx, nn
+
+from erlangen.deploy.card import ModelCard, load_run
+from erlangen.deploy.fold import ExportError, plain
+from erlangen.deploy.plain_layers import Normalise
+from erlangen.deploy.source import run_source, source, state
+
+#: largest difference to the run's own logits, relative to 1 + the largest logit
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its outputs are from the run's own."""
+
+    format: str
+    files: tuple[Path, ...]
+    difference: float
+    checked_with: str
+
+    def to_json(self) -> dict[str, Any]:
+        files = [str(f) for f in self.files]
+        return {"format": self.format, "files": files, "difference": self.difference, "checked_with": self.checked_with}
+
+
+class _Pipeline(nn.Module):
+    """Pixels → network input → logits."""
+
+    def __init__(self, card: ModelCard, model: nn.Module) -> None:
+        super().__init__()
+        prep = card.preprocessing
+        takes_pixels = prep is not None and prep.kind == "image"
+        self.normalise = Normalise(prep.mean, prep.std) if prep is not None and takes_pixels else nn.Identity()
+        self.model = model
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.model(self.normalise(image))
+
+
+def export(run: str | Path, format: str = "torch", out: str | Path | None = None) -> Exported:
+    """Export the model of a run folder; ``out`` is a folder for torch, a file for ONNX."""
+    if format not in ("torch", "onnx"):
+        raise ExportError(f"format is {format!r}; choose torch or onnx")
+    model, card = load_run(run)
+    network = plain(_Pipeline(card, model))
+    reference = _Pipeline(card, model).eval()
+    facts = describe(card, Path(run))
+    if format == "torch":
+        return _torch(network, reference, card, facts, Path(out or Path(run) / "export"))
+    return _onnx(network, reference, card, facts, Path(out or Path(run) / "model.onnx"))
+
+
+def describe(card: ModelCard, run: Path) -> dict[str, Any]:
+    """What somebody who gets the file has to know: input, classes, and the guarantee in one line."""
+    prep = card.preprocessing
+    pixels = prep is not None and prep.kind == "image"
+    facts: dict[str, Any] = {
+        "input": {
+            "shape": ["batch", *card.input_shape],
+            "pixels": "red, green, blue in [0, 1]" if card.input_shape[0] == 3 else "grey in [0, 1]",
+        }
+        if pixels
+        else {"shape": ["batch", *card.input_shape], "pixels": "scaled as the training data was"},
+        "output": "one logit for each class",
+        "classes": list(card.labels),
+        "model": card.model,
+    }
+    certificate = run / "summary.json"
+    if certificate.is_file():
+        guarantee = json.loads(certificate.read_text())["guarantee"]
+        facts["privacy"] = {key: guarantee[key] for key in ("epsilon", "delta", "unit", "neighbouring")}
+    return facts
+
+
+def _torch(
+    network: fx.GraphModule, reference: nn.Module, card: ModelCard, facts: dict[str, Any], folder: Path
+) -> Exported:
+    if folder.exists() and not folder.is_dir():
+        raise ExportError(f"out is {folder}, which is a file; give a folder for model.py and weights.safetensors")
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = "[batch, " + ", ".join(map(str, card.input_shape)) + "]"
+    text = source(network, shape, str(facts["input"]["pixels"]), card.labels)
+    (folder / "model.py").write_text(text, encoding="utf-8")
+    (folder / "weights.safetensors").write_bytes(to_bytes(state(network)))
+    (folder / "model.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    exported = run_source(folder)
+    difference = _compared(reference, card, lambda x: exported(x))
+    files = tuple(folder / name for name in ("model.py", "weights.safetensors", "model.json"))
+    return Exported("torch", files, difference, f"torch {torch.__version__}")
+
+
+def _onnx(
+    network: fx.GraphModule, reference: nn.Module, card: ModelCard, facts: dict[str, Any], path: Path
+) -> Exported:
+    if path.is_dir():
+        raise ExportError(f"out is {path}, which is a folder; give a file such as {path / 'model.onnx'}")
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401  (torch's exporter asks for it)
+    except ImportError as error:
+        raise ExportError(f"ONNX needs {error.name}: pip install 'erlangen[export]'") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    argument = next(node.name for node in network.graph.nodes if node.op == "placeholder")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            network, (torch.rand(3, *card.input_shape),), dynamo=True, input_names=["image"], output_names=["logits"],
+            dynamic_shapes={argument: {0: torch.export.Dim("batch", min=1)}}, verbose=False,
+        )  # fmt: skip
+    assert program is not None
+    proto = program.model_proto
+    for key, value in facts.items():
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    onnx.checker.check_model(proto)
+    path.write_bytes(proto.SerializeToString())
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def answer(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"image": x.numpy()})[0])
+
+    difference = _compared(reference, card, answer)
+    return Exported("onnx", (path,), difference, f"onnxruntime {onnxruntime.__version__}")
+
+
+@torch.no_grad()
+def _compared(reference: nn.Module, card: ModelCard, answer: Callable[[Tensor], Tensor]) -> float:
+    """The largest relative difference over noise, flat and extreme images, in batches of one and of several."""
+    rng = np.random.default_rng(0)
+    noise = torch.from_numpy(rng.uniform(0, 1, (6, *card.input_shape)).astype(np.float32))
+    batches = (noise, noise[:1], torch.zeros(2, *card.input_shape), torch.ones(1, *card.input_shape))
+    worst = 0.0
+    for x in batches:
+        expected, found = reference(x), answer(x)
+        if found.shape != expected.shape:
+            raise ExportError(f"the exported model gives {tuple(found.shape)} where {tuple(expected.shape)} was expected")
+        worst = max(worst, float((found - expected).abs().max() / (1 + expected.abs().max())))
+    if not worst <= TOLERANCE:
+        raise ExportError(f"the exported model's outputs differ by {worst:.2g}, more than {TOLERANCE:g}: it is not usable")
+    return worst

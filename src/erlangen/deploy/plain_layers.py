@@ -1,0 +1,221 @@
+"""Forward passes of our layers that have no twin in ``torch.nn``, in operations that every exporter knows.
+
+No control flow on shapes, no autocast, no custom gradients: these are for use, not for training.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from erlangen.equivariant import FieldInstanceNorm, FourierNonlinearity, GatedNonlinearity, GroupPool, NormNonlinearity
+from erlangen.lipschitz.activations import GroupSort, Householder
+from erlangen.lipschitz.inputs import _INSIDE, BoundedInput, converted
+from erlangen.lipschitz.pooling import _EPS, L2NormPool2d
+from erlangen.lipschitz.shape import Bias, LayerCentering
+
+
+def pointwise_conv(matrix: Tensor) -> nn.Conv2d:
+    """The 1×1 convolution with this matrix [out, in]."""
+    conv = nn.Conv2d(matrix.shape[1], matrix.shape[0], 1, bias=False).to(matrix)
+    with torch.no_grad():
+        conv.weight.copy_(matrix[..., None, None])
+    return conv
+
+
+def members(field_of: Tensor, fields: int) -> Tensor:
+    """[fields, channels]: 1 where the channel belongs to the field."""
+    return F.one_hot(field_of, fields).T.to(torch.get_default_dtype())
+
+
+class Normalise(nn.Module):
+    """(pixel − mean)/std."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+
+class Ball(nn.Module):
+    """`BoundedInput`: finite entries, then the ball or sphere of the given radius."""
+
+    def __init__(self, layer: BoundedInput) -> None:
+        super().__init__()
+        self.target, self.sphere, self.colour = layer.bound * _INSIDE, layer.mode == "sphere", layer.colour
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = converted(torch.where(torch.isfinite(x), x, torch.zeros_like(x)), self.colour)
+        flat = x.flatten(1)
+        largest = flat.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        unit = flat / largest
+        target = self.target / unit.square().sum(1, keepdim=True).sqrt().clamp(min=1e-30)
+        scaled = unit * (target if self.sphere else torch.minimum(largest, target))
+        return torch.where(torch.isfinite(scaled), scaled, torch.zeros_like(scaled)).reshape_as(x)
+
+
+class L2Pool(nn.Module):
+    def __init__(self, layer: L2NormPool2d) -> None:
+        super().__init__()
+        self.kernel, self.stride, self.size = layer.kernel, layer.stride, math.prod(layer.kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.avg_pool2d(x.square(), self.kernel, self.stride) * self.size + _EPS**2).sqrt() - _EPS
+
+
+class ScaledMean(nn.Module):
+    """√n times the mean over all dimensions from ``start`` on, or over tokens: Σ/√n."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(1, 2) if self.tokens else x.flatten(2)
+        return rows.sum(2) * rows.shape[2] ** -0.5
+
+
+class Sorted(nn.Module):
+    """`GroupSort`: pairs by max and min, larger groups by a sort, each group's largest first."""
+
+    def __init__(self, layer: GroupSort) -> None:
+        super().__init__()
+        self.size, self.dim = layer.size, layer.dim
+        self.inner = layer.dim + 1 if layer.dim >= 0 else layer.dim
+        self.start = layer.dim if layer.dim >= 0 else layer.dim - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(self.dim, (-1, self.size))
+        if self.size == 2:
+            first, second = groups.unbind(self.inner)
+            ordered = torch.stack((torch.maximum(first, second), torch.minimum(first, second)), self.inner)
+        else:
+            ordered = groups.sort(self.inner, descending=True)[0]
+        return ordered.flatten(self.start, self.start + 1)
+
+
+class Centred(nn.Module):
+    def __init__(self, layer: LayerCentering) -> None:
+        super().__init__()
+        self.start = 2 if layer.per_channel else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(self.start)
+        return (flat - flat.mean(self.start, keepdim=True)).reshape_as(x)
+
+
+class AddBias(nn.Module):
+    def __init__(self, layer: Bias) -> None:
+        super().__init__()
+        self.bias, self.dim = nn.Parameter(layer.bias.detach().clone()), layer.dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.movedim(self.dim, -1) + self.bias).movedim(-1, self.dim)
+
+
+class Reflect(nn.Module):
+    """`Householder`, with its cosines and sines computed once."""
+
+    def __init__(self, layer: Householder) -> None:
+        super().__init__()
+        angle = layer.angle.detach()
+        self.dim = layer.dim
+        for name, values in (
+            ("half_cos", torch.cos(angle / 2)), ("half_sin", torch.sin(angle / 2)), ("cos", torch.cos(angle)),
+            ("sin", torch.sin(angle)),
+        ):  # fmt: skip
+            self.register_buffer(name, values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.movedim(self.dim, -1).chunk(2, -1)
+        keep = a * self.half_sin - b * self.half_cos > 0
+        first = torch.where(keep, a, a * self.cos + b * self.sin)
+        second = torch.where(keep, b, a * self.sin - b * self.cos)
+        return torch.cat((first, second), -1).movedim(-1, self.dim)
+
+
+class FieldNorm(nn.Module):
+    """`FieldInstanceNorm` as means over space and 1×1 convolutions between channels and fields."""
+
+    def __init__(self, layer: FieldInstanceNorm) -> None:
+        super().__init__()
+        self.eps = layer.eps
+        invariants, fields = layer.invariants.detach(), len(layer.in_type)
+        to_channels = members(layer.field_of, fields).T
+        if layer.weight is not None:
+            to_channels = to_channels * layer.weight.detach()
+        self.mean, self.energy = pointwise_conv(invariants @ invariants.T), pointwise_conv(layer.spread.T)
+        self.scale = pointwise_conv(to_channels)
+        bias = torch.zeros(len(invariants)) if layer.bias is None else invariants @ layer.bias.detach()
+        self.register_buffer("bias", bias.view(1, -1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - self.mean(x.mean((2, 3), keepdim=True))
+        energy = self.energy(centred.square().mean((2, 3), keepdim=True))
+        return centred * self.scale(torch.rsqrt(energy + self.eps)) + self.bias
+
+
+def fourier(layer: FourierNonlinearity) -> nn.Module:
+    """To samples on the group, the function, and back: two grouped 1×1 convolutions."""
+    count, (samples, size) = len(layer.in_type), layer.samples.shape
+    there, back = (
+        nn.Conv2d(count * n, count * m, 1, groups=count, bias=False).to(layer.samples)
+        for n, m in ((size, samples), (samples, size))
+    )
+    with torch.no_grad():
+        there.weight.copy_((layer.samples * layer.gain).repeat(count, 1)[..., None, None])
+        back.weight.copy_((layer.samples / layer.gain).T.repeat(count, 1)[..., None, None])
+    return nn.Sequential(there, layer.function, back)
+
+
+class FieldNorms(nn.Module):
+    """√(‖x_f‖² + ε) of each field."""
+
+    def __init__(self, field_of: Tensor, fields: int, eps: float) -> None:
+        super().__init__()
+        self.sum, self.eps = pointwise_conv(members(field_of, fields)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.sum(x.square()) + self.eps).sqrt()
+
+
+def group_pool(layer: GroupPool) -> nn.Module:
+    if layer.mode == "norm":
+        return FieldNorms(layer.field_of, len(layer.in_type), layer.eps)
+    return layer.export()
+
+
+class NormGate(nn.Module):
+    """`NormNonlinearity`."""
+
+    def __init__(self, layer: NormNonlinearity) -> None:
+        super().__init__()
+        fields = len(layer.in_type)
+        self.norms = FieldNorms(layer.field_of, fields, layer.eps)
+        self.spread = pointwise_conv(members(layer.field_of, fields).T)
+        bias = torch.zeros(fields) if layer.bias is None else layer.bias.detach()
+        self.register_buffer("bias", bias.view(1, -1, 1, 1))
+        self.relu = layer.function == "relu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        norms = self.norms(x)
+        shifted = norms + self.bias
+        return x * self.spread(torch.relu(shifted) / norms if self.relu else torch.sigmoid(shifted))
+
+
+class Gate(nn.Module):
+    """`GatedNonlinearity`."""
+
+    def __init__(self, layer: GatedNonlinearity) -> None:
+        super().__init__()
+        self.size = layer.out_type.size
+        self.spread = pointwise_conv(members(layer.field_of, len(layer.out_type)).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : self.size] * self.spread(torch.sigmoid(x[:, self.size :]))
