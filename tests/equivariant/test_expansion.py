@@ -58,6 +58,28 @@ def test_pullback_is_the_adjoint_of_expand(name: str, data: st.DataObject) -> No
 
 
 @settings(max_examples=40, deadline=None)
+@given(names, st.data(), st.integers(1, 3))
+def test_contraction_is_the_pullback_of_the_kernel_gradient(name: str, data: st.DataObject, tokens: int) -> None:
+    expansion = build(data, name)
+    if any(block.dense is None for block in expansion.blocks.values()):
+        assert not expansion.contraction_is_cheaper(1)
+        return
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    a, c = draw(4, tokens, expansion.fan_in), draw(4, tokens, expansion.out_type.size)
+    size = expansion.grid.size
+    kernels = torch.einsum("nto,nti->noi", c, a).unflatten(2, (-1, size, size))
+    assert torch.allclose(expansion.contract(a, c), expansion.pullback(kernels), atol=1e-9)
+
+
+def test_contraction_is_chosen_where_positions_are_few() -> None:
+    c8 = fields([regular(cyclic(8))] * 8)
+    expansion = KernelExpansion(c8, c8, KernelGrid.build(4))
+    assert expansion.contraction_is_cheaper(1)
+    assert not expansion.contraction_is_cheaper(196)
+
+
+@settings(max_examples=40, deadline=None)
 @given(names, st.data())
 def test_standardised_kernels_and_their_jacobian(name: str, data: st.DataObject) -> None:
     expansion = build(data, name)

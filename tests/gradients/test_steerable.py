@@ -61,6 +61,10 @@ CASES = {
     "C8 5x5 padded": lambda: (
         regular_fields(C8, 1), SteerableConv2d(regular_fields(C8, 1), regular_fields(C8, 2), 5, padding=2)
     ),
+    "C8 one position": lambda: (
+        regular_fields(C8, 3), SteerableConv2d(regular_fields(C8, 3), regular_fields(C8, 4), 7, standardise=True)
+    ),
+    "SO(2) one position": lambda: (mixed(so2()), SteerableConv2d(mixed(so2()), mixed(so2(), 3), 7)),
     "D4 standardised": lambda: (
         regular_fields(D4, 2),
         SteerableConv2d(regular_fields(D4, 2), regular_fields(D4, 1), 3, padding=1, standardise=True, cutoff=3.0),

@@ -12,6 +12,7 @@ from erlangen.equivariant.expansion import KernelExpansion
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.kernels import KernelGrid
 from erlangen.equivariant.module import EquivariantModule
+from erlangen.gradients.kernels.conv2d import conv2d
 
 
 class SteerableConv2d(EquivariantModule):
@@ -85,12 +86,19 @@ class SteerableConv2d(EquivariantModule):
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
             x, padding = F.pad(x, (padding,) * 4, mode=self.padding_mode), 0
-        return F.conv2d(x, self.kernel(), self.dense_bias(), self.stride, padding, self.dilation, self.groups)
+        return conv2d(x, self.kernel(), self.dense_bias(), self.stride, padding, self.dilation, self.groups)
 
     def coefficient_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` [..., n] from those w.r.t. the dense kernel [..., C_out, C_in/groups, k, k]."""
         with torch.autocast(self.weight.device.type, enabled=False):
             pulled = self.expansion.pullback(gradient.to(self.weight.dtype))
+            return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
+
+    def contracted_gradient(self, windows: Tensor, cotangents: Tensor) -> Tensor:
+        """Gradients w.r.t. ``weight`` [n, θ] from input windows [n, T, C_in·k·k] and cotangents [n, T, C_out]; no groups."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            windows, cotangents = windows.to(self.weight.dtype), cotangents.to(self.weight.dtype)
+            pulled = self.expansion.contract(windows, cotangents)
             return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:

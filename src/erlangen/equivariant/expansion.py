@@ -194,6 +194,50 @@ class KernelExpansion(ConstantsModule):
             top += height
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
+    def contract(self, windows: Tensor, cotangents: Tensor) -> Tensor:
+        """Coefficient gradients [n, θ] of input windows [n, T, C_in·k·k] and cotangents [n, T, C_out], kernels unformed.
+
+        ⟨Σ_t c_t ⊗ a_t, B⟩ = Σ_t ⟨c_t, B∗a_t⟩: the windows meet the basis first, the cotangents its response. The same
+        numbers as :meth:`pullback` of the kernel gradients, cheaper where the positions T are few.
+        """
+        n, tokens, taps = *windows.shape[:2], self.grid.size**2
+        a = windows.view(n, tokens, -1, taps)
+        if self.in_order is not None:
+            a = a.index_select(2, self.in_order)  # type: ignore[arg-type]
+        if self.out_order is not None:
+            cotangents = cotangents.index_select(2, self.out_order)  # type: ignore[arg-type]
+        parts, top = [], 0
+        for o, out in enumerate(self.out_type.distinct):
+            count = self.out_type.multiplicity(out)
+            c = cotangents[..., top : top + count * out.size].unflatten(-1, (count, out.size))
+            left, cells = 0, []
+            for block, module, _ in self._cells(o):
+                fields_in = self.in_type.multiplicity(block.inp)
+                if module is not None:
+                    fields = a[:, :, left : left + fields_in * block.inp.size].unflatten(2, (fields_in, -1)).flatten(3)
+                    response = fields @ module.dense.view(module.dimension * out.size, -1).T
+                    response = response.unflatten(-1, (module.dimension, out.size))
+                    cells.append(torch.einsum("ntibd,ntod->noib", response, c).flatten(-2))
+                left += fields_in * block.inp.size
+            if cells:
+                parts.append(torch.cat(cells, -1).flatten(-2))
+            top += count * out.size
+        return torch.cat(parts, -1)
+
+    def contraction_is_cheaper(self, tokens: int) -> bool:
+        """Whether :meth:`contract` of this many positions takes fewer products than kernel gradients and their pullback."""
+        if any(module.dense is None for module in self.blocks.values()):
+            return False
+        direct = kernels = 0
+        for o, out in enumerate(self.out_type.distinct):
+            channels = self.out_type.multiplicity(out) * out.size
+            for block, _, basis in self._cells(o):
+                fields = self.in_type.multiplicity(block.inp)
+                entries = fields * block.inp.size * self.grid.size**2
+                direct += tokens * basis.dimension * (entries * out.size + fields * channels)
+                kernels += entries * channels * (tokens + basis.dimension)
+        return direct < kernels
+
     # -- scales -----------------------------------------------------------------------------------------------------
 
     def init_std(self) -> Tensor:

@@ -7,6 +7,7 @@ Registered by the import of `erlangen.equivariant`, so that models without such 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -43,21 +44,28 @@ class Steerable(Piece):
     """Per-owner coefficient gradients: ``pull`` (linear) takes kernel gradients [n, O, C, k, k] to [n, coefficients].
 
     Coefficients are fewer than kernel entries by about the order of the group, so they are kept once formed; the
-    kernel gradients they come from exist a chunk of owners at a time.
+    kernel gradients they come from exist a chunk of owners at a time. Where positions are few, ``contract`` takes windows
+    and cotangents to the coefficients without them.
     """
 
     prefers_dense = True
 
     def __init__(
-        self, conv: Conv | Windows, pull: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Piece] | None = None
+        self,
+        conv: Conv | Windows,
+        pull: Callable[[Tensor], Tensor],
+        fused: Callable[[Tensor], Piece] | None = None,
+        contract: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.conv, self.pull, self.fused = conv, pull, fused
+        self.conv, self.pull, self.fused, self.contract = conv, pull, fused, contract
 
     @property
     def count(self) -> int:
         return self.conv.count
 
     def dense(self) -> Tensor:
+        if self.contract is not None:
+            return torch.cat([self.contract(*part.windows()) for part in self.conv.chunks()])  # type: ignore[attr-defined]
         return torch.cat([self.pull(part.dense()) for part in self.conv.chunks()])
 
     def formed(self) -> Piece:
@@ -70,13 +78,13 @@ class Steerable(Piece):
         return self.pull(self.conv.weighted_sum(w))
 
     def precise(self) -> Piece:
-        return Steerable(self.conv.precise(), self.pull)  # type: ignore[arg-type]
+        return Steerable(self.conv.precise(), self.pull, None, self.contract)  # type: ignore[arg-type]
 
     def chunks(self) -> list[Piece]:
-        return [Steerable(part, self.pull) for part in self.conv.chunks()]  # type: ignore[arg-type]
+        return [Steerable(part, self.pull, None, self.contract) for part in self.conv.chunks()]  # type: ignore[arg-type]
 
     def zero(self, bad: Tensor) -> Piece:
-        return Steerable(self.conv.zero(bad), self.pull)  # type: ignore[arg-type]
+        return Steerable(self.conv.zero(bad), self.pull, None, self.contract)  # type: ignore[arg-type]
 
 
 class Ordered(Piece):
@@ -140,7 +148,9 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
                 if by_windows
                 else Conv(saved[0], cotangent, views, kernel.shape, geometry)
             )
-            yield weight, Steerable(conv, partial(_pull, module), fused)
+            tokens = views * math.prod(cotangent.shape[2:])
+            direct = not by_windows and geometry.groups == 1 and module.expansion.contraction_is_cheaper(tokens)
+            yield weight, Steerable(conv, partial(_pull, module), fused, partial(_contract, module) if direct else None)
         if bias is not None and bias.requires_grad:
             yield bias, Dense(module.bias_gradient(_owners(over_positions(cotangent).to(bias.dtype), views)))
 
@@ -172,6 +182,11 @@ def _fused(module: SteerableConv2d, out: Tensor) -> Callable[[Tensor], Piece] | 
 @torch.no_grad()
 def _pull(module: SteerableConv2d, gradient: Tensor) -> Tensor:
     return module.coefficient_gradient(gradient)
+
+
+@torch.no_grad()
+def _contract(module: SteerableConv2d, windows: Tensor, cotangents: Tensor) -> Tensor:
+    return module.contracted_gradient(windows, cotangents)
 
 
 def conv_geometry(module: SteerableConv2d, x: Tensor) -> tuple[Tensor, Geometry]:
