@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import erlangen
-from erlangen.cli import accounting, audit, compare, report, reproduce, train, validate
+from erlangen.cli import accounting, audit, compare, data, export, predict, report, reproduce, train, validate
 from erlangen.cli.manners import Polite
 
 app = typer.Typer(
@@ -39,6 +39,9 @@ validate.register(app)
 audit.register(app)
 report.register(app)
 compare.register(app)
+predict.register(app)
+export.register(app)
+data.register(app)
 
 
 def main() -> None:

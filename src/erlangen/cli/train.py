@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from erlangen.cli.data import CHANNELS, IMAGE_SIZE, SKIP_BAD, UNIT_CSV, UNIT_PATTERN, WHITE, data_options
 from erlangen.cli.manners import Misuse
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def train(
     data: str | None = typer.Option(
-        None, help="A data set's name, or an .npz file with x_train, y_train, x_test, y_test. Default digits."
+        None, help="A data set's name, a folder of class folders, or an .npz file (see docs/data.md). Default digits."
     ),
     epsilon: float | None = typer.Option(None, help="Target ε; the noise is calibrated to it. Default 3."),
     delta: str = typer.Option("auto", help="Target δ; auto is min(1e-5, 0.1/N)."),
@@ -42,7 +44,14 @@ def train(
     batch: int | None = typer.Option(None, help="Expected batch size (units of privacy). Default by the number of records."),
     steps: int | None = typer.Option(None, help="Number of steps. Default 30 epochs."),
     lr: float | None = typer.Option(None, help="Learning rate. Default by optimizer and clipping bound."),
-    unit: str | None = typer.Option(None, help="Array of the file that names each record's patient or group."),
+    unit: str | None = typer.Option(None, help="Whose privacy: an array of the file, or what --unit-pattern/--unit-csv say."),
+    unit_pattern: str | None = UNIT_PATTERN,
+    unit_csv: str | None = UNIT_CSV,
+    image_size: str | None = IMAGE_SIZE,
+    channels: str | None = CHANNELS,
+    normalise: str | None = typer.Option(None, help="half (default), none, private (costs ε), or MEAN/STD (public)."),
+    white: float | None = WHITE,
+    skip_bad: bool = SKIP_BAD,
     seed: int | None = typer.Option(None, help="Makes the run reproducible, and therefore not fit for release."),
     secure: bool | None = typer.Option(None, "--secure", help="Noise and sampling from the system's secure generator."),
     device: str | None = typer.Option(None, help="cpu, cuda or auto."),
@@ -58,7 +67,15 @@ def train(
     tensorboard: bool = typer.Option(False, "--tensorboard", help="Also write RUN/tensorboard (needs tensorboard)."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object."),
 ) -> None:
-    """Train a model with differential privacy and say what was guaranteed."""
+    """Train a model with differential privacy and say what was guaranteed.
+
+    torchrun --nproc-per-node 4 -m erlangen train … shares the work among four processes.
+    """
+    if int(os.environ.get("RANK", "0")):  # one of torchrun's other processes
+        from erlangen.training.distributed import assist
+
+        assist()
+        return
     given: dict[str, Any] = {
         "data": data, "model": model, "mechanism": mechanism, "clipping": clipping, "max_grad_norm": max_grad_norm,
         "sampling": sampling, "selective": selective,
@@ -66,6 +83,9 @@ def train(
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
+    about_data = data_options(unit_pattern, unit_csv, image_size, channels, white, skip_bad, normalise)
+    if about_data:
+        values["data_options"] = about_data
     _refuse_zeros(values)
     if resume is not None:
         fixed = {"--delta": delta != "auto", "--out": out, "--overwrite": overwrite, "--config": config, "--set": set_}
@@ -93,6 +113,8 @@ def _settings(file: Path | None, given: dict[str, Any]) -> Any:
     values = read_options(file) if file is not None else {}
     if given.keys() & {"epsilon", "noise_multiplier"}:  # one given here replaces the other one of the file
         values = {key: value for key, value in values.items() if key not in ("epsilon", "noise_multiplier")}
+    if "data_options" in given and isinstance(values.get("data_options"), dict):
+        given = {**given, "data_options": values["data_options"] | given["data_options"]}
     return TrainConfig.from_dict(values | given)
 
 
@@ -128,7 +150,7 @@ def run_with_progress(
     settings: Any, folder: Path, overwrite: bool, quiet: bool, tensorboard: bool = False
 ) -> dict[str, Any]:
     """Train with a progress bar on stderr: ε spent, images a second, time left, public test accuracy."""
-    from erlangen.training.run import train as run
+    from erlangen.training.distributed import train as run
 
     with progress_bar(quiet) as bar, _board(folder, tensorboard) as board:
         return run(settings, folder, overwrite, watch=_both(bar, board), say=_say).summary
@@ -137,7 +159,7 @@ def run_with_progress(
 def continue_with_progress(
     folder: Path, changes: dict[str, Any], quiet: bool, single_copy: bool = False, tensorboard: bool = False
 ) -> dict[str, Any]:
-    from erlangen.training.run import resume as run
+    from erlangen.training.distributed import resume as run
 
     with progress_bar(quiet) as bar, _board(folder, tensorboard) as board:
         return run(folder, watch=_both(bar, board), say=_say, single_copy=single_copy, **changes).summary
