@@ -240,7 +240,7 @@ def _job(kind: str, cell: str, *, seed: int, index: int, config: TrainConfig, ou
     config = dataclasses.replace(config, seed=1000 + 100 * seed + index if kind == "search" else seed)
     told = json.dumps([kind, json.loads(config.to_json()), held], sort_keys=True)
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
-    label = f"{cell}-seed{seed}" + ("" if kind == "final" else f"-trial{index}")
+    label = {"trial": f"{cell}-trial{index}", "final": f"{cell}-seed{seed}"}.get(kind, f"{cell}-seed{seed}-trial{index}")
     place = out / "runs" / f"{label}-{digest}" if kind == "final" else out / "tuning" / f"{label}-{digest}.json"
     return Work(kind, cell, seed, index, config, place, held)
 

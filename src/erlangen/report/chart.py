@@ -28,21 +28,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """One line, set of points, bars or band. ``low``/``high`` are the ends of error bars (or of the band).
+    """One line (or steps), set of points, or bars. ``low``/``high`` are the ends of error bars.
 
-    Points are ``joined`` by a line where their order means something.
+    Points are ``joined`` by a line where their order means something; ``width`` is that of bars on a number line.
     """
 
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
-    kind: Literal["line", "points", "bars", "band", "steps"] = "line"
+    kind: Literal["line", "points", "bars", "steps"] = "line"
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
     colour: str = "c0"
     dash: bool = False
     right: bool = False
     joined: bool = False
+    width: float | None = None
     notes: tuple[str, ...] | None = None
 
 
@@ -146,6 +147,11 @@ def small(value: float) -> str:
     mantissa, exponent = f"{value:.1e}".split("e")
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return power if mantissa == "1.0" else f"{mantissa}·{power}"
+
+
+def short(name: str, most: int = 34) -> str:
+    """The beginning and the end of a long name: both tell layers and classes apart."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most // 2) + 1 :]}"
 
 
 def floats(values: Sequence[float] | np.ndarray) -> tuple[float, ...]:

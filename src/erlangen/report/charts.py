@@ -91,10 +91,11 @@ def attacker(run: Run) -> Chart | None:
         "attacker",
         "What an attacker can do",
         f"Somebody tests whether one {unit}'s data was used, knowing everything else. However clever the test, its hits "
-        "stay below the line. On the dashed line it is guessing.",
+        "(members recognised) stay below the line, at each rate of false alarms (others wrongly taken for members). On the dashed "
+        "line it is guessing.",
         f"At 1 % false alarms no attack finds more than {at[0.01]:.1%} of the members; at 10 %, no more than {at[0.1]:.1%}.",
-        Axis("false alarms (people wrongly said to be in the data)", (0.0, 1.0), percent=True),
-        Axis("hits (members recognised)", (0.0, 1.0), percent=True),
+        Axis("false alarms", (0.0, 1.0), percent=True),
+        Axis("hits", (0.0, 1.0), percent=True),
         (
             Series("the best possible attack", floats(fpr), floats(tpr), colour="c4"),
             Series("guessing", (0.0, 1.0), (0.0, 1.0), colour="c6", dash=True),
@@ -123,7 +124,7 @@ def calibration(run: Run) -> Chart | None:
         Axis("confidence", (0.0, 1.0), percent=True),
         Axis("accuracy", (0.0, 1.0), percent=True),
         (
-            Series("share of images", floats(bins.confidence), floats(share), "bars", colour="soft"),
+            Series("share of images", floats(bins.confidence), floats(share), "bars", colour="soft", width=0.9 / measures.BINS),
             Series("perfectly calibrated", (0.0, 1.0), (0.0, 1.0), colour="c6", dash=True),
             Series("this model", floats(bins.confidence), floats(bins.accuracy), "points",
                    floats([e[0] for e in ends]), floats([e[1] for e in ends]), "c0"),

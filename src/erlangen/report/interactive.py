@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from erlangen.report.chart import Axis, Chart, Heat, Series, number
+from erlangen.report.chart import Axis, Chart, Heat, Series, number, short
 
 #: more rows or columns than this, and numbers in cells cannot be read
 READABLE_CELLS = 25
@@ -52,23 +52,9 @@ def _traces(s: Series, chart: Chart) -> list[dict[str, Any]]:
     if s.right and chart.right is not None:
         common["yaxis"] = "y2"
     if s.kind == "bars":
-        width = {} if chart.x.categories is not None else {"width": 0.8 * _gap(s.x)}
+        width = {} if chart.x.categories is not None else {"width": s.width or 0.8 * _gap(s.x)}
         return [{**common, **width, "type": "bar", "marker": {"color": f"@{s.colour}", "line": {"width": 0}}}]
     line = {"color": f"@{s.colour}", "width": 2.5, "dash": "dash" if s.dash else "solid"}
-    if s.kind == "band" and s.low is not None and s.high is not None:
-        edge = {
-            **common,
-            "type": "scatter",
-            "mode": "lines",
-            "line": {"width": 0},
-            "showlegend": False,
-            "hoverinfo": "skip",
-        }
-        return [
-            {**edge, "y": _finite(s.low)},
-            {**edge, "y": _finite(s.high), "fill": "tonexty", "fillcolor": f"@{s.colour}:0.18"},
-            {**common, "type": "scatter", "mode": "lines", "line": line},
-        ]
     scatter = {**common, "type": "scatter", "line": line, "marker": {"color": f"@{s.colour}", "size": 8}}
     if s.kind == "steps":
         return [{**scatter, "mode": "lines", "line": {**line, "shape": "hv", "width": 1.5}, "hoverinfo": "skip"}]
@@ -129,7 +115,7 @@ def _names(names: Sequence[str], title: str) -> dict[str, Any]:
     step = 10 if step == 2 and len(names) > 40 else step
     places = list(range(0, len(names), step))
     return {
-        "title": {"text": text(title)}, "tickvals": places, "ticktext": [text(_short(names[k])) for k in places],
+        "title": {"text": text(title)}, "tickvals": places, "ticktext": [text(short(names[k])) for k in places],
         "automargin": True, "zeroline": False, "ticks": "",
     }  # fmt: skip
 
@@ -140,7 +126,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "linecolor": "@grid", "tickcolor": "@grid", "type": "log" if axis.log else "linear",
     }  # fmt: skip
     if axis.categories is not None:
-        out |= {"tickvals": list(range(len(axis.categories))), "ticktext": [text(_short(c)) for c in axis.categories]}
+        out |= {"tickvals": list(range(len(axis.categories))), "ticktext": [text(short(c)) for c in axis.categories]}
         out |= {"showgrid": False, "zeroline": False}
     if axis.percent:
         out["tickformat"] = ".0%"
@@ -166,7 +152,3 @@ def _finite(values: Sequence[float]) -> list[float | None]:
 def _gap(x: Sequence[float]) -> float:
     gaps = sorted(b - a for a, b in zip(sorted(x), sorted(x)[1:]) if b > a)
     return gaps[len(gaps) // 2] if gaps else 1.0
-
-
-def _short(name: str, most: int = 34) -> str:
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"

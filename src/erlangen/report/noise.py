@@ -21,8 +21,8 @@ from erlangen.report.folder import Run
 
 #: columns of the picture: coordinates of a layer, sorted by their noise
 QUANTILES = 41
-#: draws for the noise on the taps of a steerable kernel; the picture is averaged over all channels as well
-DRAWS = 16
+#: draws for the noise on the taps of a steerable kernel: fewer for large layers, whose picture averages many channels
+DRAWS = (16, 1000)
 MOST_ROWS, MOST_KERNELS = 40, 8
 
 
@@ -140,7 +140,7 @@ def _taps(model: nn.Module, mechanism: Mechanism) -> list[tuple[str, np.ndarray,
             continue
         relative = relative_std(mechanism, name).to(layer.weight.dtype)
         totals = {"own": torch.zeros(layer.kernel_size, layer.kernel_size), "iso": torch.zeros(())}
-        for _ in range(DRAWS):
+        for _ in range(min(DRAWS[1], max(DRAWS[0], 200_000 // relative.numel()))):
             white = torch.randn(relative.shape, generator=generator, dtype=relative.dtype)
             totals["own"] = totals["own"] + layer.expansion.expand(white * relative).square().mean((0, 1)).cpu()
             totals["iso"] = totals["iso"] + layer.expansion.expand(white).square().mean().cpu()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from erlangen.report.chart import Axis, Chart, Figure, Gallery, Heat, Series
+from erlangen.report.chart import Axis, Chart, Figure, Gallery, Heat, Series, short
 from erlangen.report.pixels import rgba
 
 FORMATS = ("svg", "pdf")
@@ -94,11 +94,8 @@ def _series(axes: Any, s: Series, chart: Chart, bars: list[Series]) -> None:
     dash = "--" if s.dash else "-"
     if s.kind == "bars":
         gap = float(np.median(np.diff(np.sort(x)))) if len(x) > 1 else 1.0
-        width = 0.8 * gap / len(bars)
+        width = s.width or 0.8 * gap / len(bars)
         axes.bar(x + width * (bars.index(s) - (len(bars) - 1) / 2), y, width, color=colour, label=label)
-    elif s.kind == "band" and s.low is not None and s.high is not None:
-        axes.fill_between(x, s.low, s.high, color=colour, alpha=0.2, linewidth=0)
-        axes.plot(x, y, dash, color=colour, label=label)
     elif s.kind == "steps":
         axes.step(x, y, dash, where="post", color=colour, linewidth=1, label=label)
     elif s.kind == "points":
@@ -123,7 +120,7 @@ def _axis(axis: Any, set_label: Any, set_span: Any, spec: Axis) -> None:
         axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if spec.categories is not None:
         long = max(map(len, spec.categories)) * len(spec.categories) > 60
-        axis.set_ticks(range(len(spec.categories)), [text(c) for c in spec.categories])
+        axis.set_ticks(range(len(spec.categories)), [text(short(c, 24)) for c in spec.categories])
         axis.set_tick_params(rotation=60 if long else 0)
     if spec.span is not None:
         set_span(*spec.span)
@@ -136,7 +133,7 @@ def _heat(canvas: Any, chart: Heat) -> None:
     image = axes.imshow(chart.values, cmap=scheme, vmin=low, vmax=high, aspect="equal" if chart.square else "auto")
     for names, put in ((chart.columns, axes.set_xticks), (chart.rows, axes.set_yticks)):
         step = max(1, math.ceil(len(names) / 40)) if len(names) != 41 else 10
-        put(range(0, len(names), step), [text(n) for n in names[::step]])
+        put(range(0, len(names), step), [text(short(n, 24)) for n in names[::step]])
     if max(map(len, chart.columns)) > 3 and len(chart.columns) > 6:
         axes.tick_params(axis="x", rotation=60)
     axes.set_xlabel(text(chart.x))

@@ -1,0 +1,85 @@
+"""What lies in a folder is read with distrust."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+
+from erlangen.report import ReportError, build, collect, read
+from erlangen.report.privacy import statement
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def edit(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_a_sound_run(trained):
+    run = read(trained)
+    assert run.problems == ()
+    assert run.epsilon == run.certificate["guarantee"]["best_epsilon"]
+    said = statement(run)
+    assert said.tone == "careful"  # seeded noise
+    assert f"ε = {run.epsilon:.3g}" in said.headline
+    assert f"{100 * run.certificate['guarantee']['attacker'][0]['tpr']:.1f} %" in " ".join(said.sentences)
+    assert ("certificate", "recomputed from its releases: every number agrees") in said.facts
+
+
+def test_a_forged_certificate_is_no_guarantee(copy):
+    edit(copy / "certificate.json", lambda c: c["guarantee"].update(best_epsilon=0.01))
+    run = read(copy)
+    assert run.epsilon == math.inf
+    said = statement(run)
+    assert said.tone == "bad"
+    assert "does not hold" in said.headline
+    assert not any(p.key.endswith("attacker") for p in build([run]).pages[0].parts)
+
+
+def test_without_a_certificate_it_says_so(copy):
+    (copy / "certificate.json").unlink()
+    assert any("no certificate" in warning for warning in statement(read(copy)).warnings)
+
+
+def test_no_guarantee_is_said_in_words(copy):
+    (copy / "certificate.json").unlink()
+    edit(copy / "summary.json", lambda s: s["guarantee"]["epsilon"].update(pld="inf", rdp="inf"))
+    said = statement(read(copy))
+    assert said.headline == "This model has no privacy guarantee."
+    assert said.tone == "bad"
+
+
+def test_history_takes_the_last_of_a_step_and_leaves_torn_lines(copy):
+    with open(copy / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "epsilon": 0.5, "test_accuracy": 0.125}\n{"step": 9, "epsi')
+    rows = read(copy).history
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[1]["test_accuracy"] == 0.125
+
+
+def test_what_is_no_run_is_named(tmp_path, copy):
+    with pytest.raises(ReportError, match=r"no config\.json"):
+        read(tmp_path)
+    (copy / "summary.json").unlink()
+    with pytest.raises(ReportError, match="--resume"):
+        read(copy)
+
+
+def test_a_network_that_does_not_fit_leaves_a_word(copy):
+    (copy / "weights.safetensors").unlink()
+    page = build([read(copy)]).pages[0]
+    assert any("weights.safetensors" in word for part in page.parts for word in part.words)
+
+
+def test_a_comparison_stands_for_its_runs(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "runs" / "a")
+    (tmp_path / "comparison.json").write_text(json.dumps({"runs": ["runs/a", "runs/unfinished"]}))
+    assert [run.name for run in collect([tmp_path])] == ["a"]

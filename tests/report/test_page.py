@@ -1,0 +1,160 @@
+"""One file, self-contained, escaped, accessible; the same figures on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+
+from erlangen.report import build, read, render, save
+from erlangen.report.interactive import figure, text
+from erlangen.report.page import _asset, embedded
+from tests.report.conftest import FOLDER
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text of scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.text: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page(trained):
+    return render(build([read(trained)]))
+
+
+@pytest.fixture(scope="module")
+def hostile_page(hostile):
+    return render(build([read(hostile)]))
+
+
+def test_nothing_is_fetched(page):
+    elements = Elements(page)
+    for tag, attributes in elements.found:
+        for name in ("src", "href", "action", "data", "poster"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("data:image/png", "#")), (tag, value)
+    [policy] = [m["content"] for m in elements.all("meta") if m.get("http-equiv")]
+    assert "default-src 'none'" in policy
+    assert "unsafe-eval" not in policy
+    assert "'unsafe-inline'" not in policy.split("script-src")[1].split(";")[0]
+    assert page.count("plotly.js v") == 1
+
+
+def test_it_can_be_read_without_eyes(page):
+    elements = Elements(page)
+    for landmark in ("header", "nav", "main", "footer", "h1"):
+        assert len(elements.all(landmark)) == 1, landmark
+    assert elements.all("html") == [{"lang": "en"}]
+    assert all(image.get("alt") for image in elements.all("img"))
+    plots = [d for d in elements.all("div") if "data-figure" in d]
+    assert len(plots) >= 6
+    assert all(d["role"] == "img" and d["aria-label"] for d in plots)
+    assert len(elements.all("figcaption")) == len(elements.all("figure"))
+    ids = [a["id"] for _, a in elements.found if "id" in a]
+    assert len(ids) == len(set(ids))
+    targets = [a["href"][1:] for a in elements.all("a")]
+    assert set(targets) <= set(ids)
+
+
+def test_users_text_is_only_text(hostile_page, hostile):
+    elements = Elements(hostile_page)
+    assert len(elements.all("script")) == 3  # the figures' data, plotly, ours
+    assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
+    assert not [a for a in elements.all("img") if a.get("src") == "x"]
+    assert "window.hacked = 1</script>" not in hostile_page
+    shown = " ".join(elements.text)
+    assert FOLDER in shown
+    data = json.loads(re.search(r'id="figures">(.*?)</script>', hostile_page, re.S).group(1))
+    ticks = data["run1-confusion"]["layout"]["xaxis"]["ticktext"]
+    assert all("<" not in tick and "&lt;" in tick for tick in ticks)
+
+
+def test_markup_in_plotly_texts_is_escaped_and_places_stay_apart(hostile):
+    assert text("<b>a</b>\n&") == "&lt;b&gt;a&lt;/b&gt; &amp;"
+    for chart in build([read(hostile)]).figures().values():
+        if hasattr(chart, "pictures"):
+            continue
+        spec = json.dumps(figure(chart), allow_nan=False)
+        assert "<script" not in spec
+        assert "<img" not in spec
+
+
+def test_embedded_json_cannot_end_its_element():
+    nasty = {"a": "</script><!--\u2028&"}
+    assert not set("<>&\u2028") & set(embedded(nasty))
+    assert json.loads(embedded(nasty)) == nasty
+    with pytest.raises(ValueError, match="JSON"):
+        embedded(float("nan"))
+
+
+def test_non_private_curves_only_where_they_were_on_and_marked(trained, page):
+    assert "NOT PRIVATE" not in "".join(Elements(page).text).split("Erlangen", 1)[1].split("window", 1)[0]
+    run = read(trained)
+    history = tuple({**row, "non_private": {"train_loss": 2.0}} for row in run.history)
+    off = dataclasses.replace(run, history=history)
+    assert not any(part.non_private for part in build([off]).pages[0].parts)
+    on = dataclasses.replace(off, summary={**run.summary, "non_private": ["train_loss"]})
+    [marked] = [part for part in build([on]).pages[0].parts if part.non_private]
+    assert marked.figures[0][1].title == "Training loss (not private)"
+    assert "NOT PRIVATE: computed from private records" in render(build([on]))
+
+
+@pytest.mark.parametrize("form", ["svg", "pdf"])
+def test_the_same_figures_on_paper(hostile, tmp_path, form):
+    figures = build([read(hostile)]).figures()
+    paths = save(figures, tmp_path, form)
+    assert {p.stem for p in paths} == set(figures)
+    assert all(re.fullmatch(r"[a-z0-9-]+\.(svg|pdf)", p.name) for p in paths)
+    if form == "pdf":
+        assert all(p.read_bytes().startswith(b"%PDF") for p in paths)
+        return
+    for path in paths:
+        ET.parse(path)  # well formed, whatever users called their classes
+    words = "".join(ET.parse(tmp_path / "run1-confusion.svg").getroot().itertext())
+    assert "0</script>" in words
+    assert "$x_{" in words
+
+
+# -- contrast ------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_texts_and_lines_stand_out_in_light_and_in_dark(theme):
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", _asset("page.css"), re.S)[theme]))
+    for name in ("ink", "quiet", "accent", "bad"):
+        assert contrast(colours[name], colours["surface"]) >= 4.5, name
+        assert contrast(colours[name], colours["page"]) >= 4.5, name
+    for tone in ("good", "bad", "careful"):
+        assert contrast(colours["ink"], colours[f"{tone}-back"]) >= 7
+    assert contrast(colours["bad"], colours["bad-back"]) >= 4.5
+    for k in range(8):
+        assert contrast(colours[f"c{k}"], colours["surface"]) >= 3, k
