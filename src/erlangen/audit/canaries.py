@@ -9,8 +9,9 @@ noise that the mechanism states. The attacker knows all other records, so their 
   the same kind as the run's own. The score of the run is the likelihood ratio over all steps; guesses about all of
   them bound ε of the whole run, by counting guesses and by inverting the subsampled curve.
 
-Canaries have disjoint coordinates, so their scores are independent for noise that is independent across coordinates. What a run
-with canaries trains is not what was released: the audit replays a configuration, it does not touch a finished model.
+Canaries have disjoint coordinates, so their scores are independent for noise that is independent across coordinates. Where
+training has no per-sample gradients, canaries are records (`record_canaries`). What a run with canaries trains is not what was
+released: the audit replays a configuration, it does not touch a finished model.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from erlangen.audit.distinguish import evidence
 from erlangen.audit.intervals import noise_upper_limit
 from erlangen.audit.neighbours import HUGE, flatten, unflatten
 from erlangen.audit.one_run import best_guesses, conclude_one_run, guess
-from erlangen.audit.verdict import CONFIDENCE, CONFIDENCES, Claim, Finding, conclude, level
+from erlangen.audit.verdict import CONFIDENCE, CONFIDENCES, Claim, Finding, conclude, failed, level, passed, unable
 from erlangen.gradients.tape import PerSampleGradients
-from erlangen.mechanisms import Clipless, GaussianMechanism, Mechanism
+from erlangen.mechanisms import Diagonal, GaussianMechanism, Geometry, Mechanism
 from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream
 
 #: coordinates of one canary, where there are enough
 SUPPORT = 64
+#: trials in each world below which nothing can be said
+FEWEST = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Seen:
 
 class CanaryTap:
     """Installed on a mechanism: adds canaries to each logical batch before its noise, and scores what comes out."""
+
+    independent = True
 
     def __init__(self, mechanism: Mechanism, rate: float, release: int, run: int, seed: int = 0) -> None:
         self.mechanism, self.rate = mechanism, rate
@@ -96,7 +101,7 @@ class CanaryTap:
         m = self.mechanism
         if isinstance(m, GaussianMechanism):
             return _flat({n: m.geometry.inverse(n, m.geometry.forward(n, t)) for n, t in m._sum.items()})
-        return _flat(m._sum) if isinstance(m, Clipless) else 0.0
+        return 0.0
 
     def _insert(self, present: Tensor) -> None:
         rows = present.nonzero().flatten()
@@ -111,7 +116,7 @@ class CanaryTap:
     def _scores(self, released: dict[str, Tensor], known: Tensor | float, expected_batch: float) -> Tensor:
         """Along each canary, in units of the stated noise: N(0, 1) without it and N(1/σ, 1) with it, if all is as stated."""
         y = _flat(released) * expected_batch - known
-        if isinstance(self.mechanism, (GaussianMechanism, Clipless)):
+        if isinstance(self.mechanism, GaussianMechanism):
             stds = [
                 torch.as_tensor(self.mechanism.noise_std(n), dtype=torch.float64).cpu() for n in self.mechanism.shapes
             ]
@@ -124,13 +129,28 @@ class CanaryTap:
 
     def _likelihood_ratio(self, scores: Tensor) -> Tensor:
         mu = 1.0 / self.mechanism.noise_multiplier if self.mechanism.noise_multiplier > 0 else 1e3
-        return torch.log1p(self.rate * torch.expm1((mu * scores - mu * mu / 2).clamp(-50, 50)))
+        return likelihood_ratio(scores, torch.tensor(mu, dtype=torch.float64), self.rate)
+
+    @property
+    def white(self) -> bool:
+        """Whether the stated noise is independent across coordinates, so that scores without a canary are N(0, 1)."""
+        geometry = getattr(self.mechanism, "geometry", None)
+        return isinstance(self.mechanism, GaussianMechanism) and type(geometry) in (Geometry, Diagonal)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"canary": "gradients"}
 
     def seen(self) -> Seen:
         return Seen(
             torch.cat(self._release_scores).numpy(), torch.cat(self._release_in).numpy(),
             self._run_scores.numpy(), self.run_in.numpy(),
         )  # fmt: skip
+
+
+def likelihood_ratio(scores: Tensor, mu: Tensor, rate: float) -> Tensor:
+    """log of (1 − q)·N(0, 1) + q·N(μ, 1) over N(0, 1): one step of a canary that takes part with probability q."""
+    return torch.log1p(rate * torch.expm1((mu * scores - mu * mu / 2).clamp(-50, 50)))
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -150,7 +170,7 @@ def audit_run(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:  # fmt: skip
     """Train a fresh `Session` to its end with canaries; bounds on one release and on the whole run."""
-    tap = CanaryTap(session.training.mechanism, session.sampler.sample_rate, release, run, seed)
+    tap = make_tap(session, release, run, seed)
     try:
         for step in range(session.config.steps):
             session.step()
@@ -161,26 +181,65 @@ def audit_run(
     return conclude_canaries(session, name, tap, confidence)
 
 
-def conclude_canaries(session: Any, name: str, tap: CanaryTap, confidence: float = CONFIDENCE) -> list[Finding]:
+def make_tap(session: Any, release: int, run: int, seed: int) -> Any:
+    """Gradient canaries, or records where the mechanism has a recorder of its own in place of per-sample gradients."""
+    if hasattr(session.training.mechanism, "recorder"):
+        from erlangen.audit.record_canaries import RecordTap
+
+        return RecordTap(session, release, run, seed)
+    return CanaryTap(session.training.mechanism, session.sampler.sample_rate, release, run, seed)
+
+
+def conclude_canaries(session: Any, name: str, tap: Any, confidence: float = CONFIDENCE) -> list[Finding]:
     seen, delta = tap.seen(), session.config.delta
     one, steps = Claim.of(session.training.mechanism.event(), delta), session.step_count
     scores = [seen.release_scores[seen.release_in], seen.release_scores[~seen.release_in]]
-    facts = {"canaries": tap.release, "steps": steps, "noise_upper_limit": noise_upper_limit(scores[1])}
+    if min(map(len, scores)) < FEWEST:
+        few = f"{steps} step(s) with {tap.release} canary(ies) give too few trials: replay a longer run"
+        return [unable(name, "release canaries", few)]
+    facts = {**tap.facts, "canaries": tap.release, "steps": steps, "noise_upper_limit": noise_upper_limit(scores[1])}
     findings = [
         conclude(
             name, "release canaries", evidence(scores[0], scores[1], delta, 1 - confidence), one, trials=len(seen.release_scores),
             facts=facts, confidence=confidence, exact=one.epsilon,
         )
     ]  # fmt: skip
+    if tap.white and not one.empty:
+        findings.append(noise_finding(name, scores[1]))
     if tap.run:
-        findings += _whole_run(session, name, seen, confidence)
+        findings += _whole_run(session, name, seen, confidence, tap.independent)
     return findings
 
 
-def _whole_run(session: Any, name: str, seen: Seen, confidence: float) -> Iterator[Finding]:
-    """Two readings of the run canaries: error rates against the composed subsampled curve, and counted guesses."""
-    delta, steps, rate = session.config.delta, session.step_count, session.sampler.sample_rate
+def noise_finding(name: str, scores: np.ndarray) -> Finding:
+    """Scores without a canary are N(0, 1) if the noise is what is stated: Σ score² is then χ², and too small a sum refutes it."""
+    from scipy.stats import chi2
+
+    p, limit = float(chi2.cdf(np.square(scores).sum(), len(scores))), noise_upper_limit(scores, 1 - CONFIDENCE)
+    facts = {"noise_upper_limit": limit}
+    if p <= 1 - CONFIDENCE:
+        reason = f"along the canaries there is at most {limit:.3g} of the stated noise (p = {p:.2g})"
+        return failed(name, "noise along canaries", reason, len(scores), facts, p)
+    return passed(name, "noise along canaries", len(scores), facts, p)
+
+
+def _whole_run(session: Any, name: str, seen: Seen, confidence: float, independent: bool) -> Iterator[Finding]:
+    """Two readings of the run canaries: error rates against the composed subsampled curve, and counted guesses.
+
+    Error rates are binomial only where the scores of canaries are independent of each other.
+    """
+    delta, steps = session.config.delta, session.step_count
     claim = Claim.of([(session.training.event(), steps)], delta)
+    if independent:
+        yield _curve(session, name, seen, claim, confidence)
+    mu = 2.0 if claim.empty else max(0.05, gdp_mu([(session.training.event(), steps)], delta))
+    guesses = guess(seen.run_scores, seen.run_in, best_guesses(len(seen.run_scores), mu, delta))
+    facts = {"canaries": len(seen.run_scores)}
+    yield conclude_one_run(name, "one run", guesses, claim.epsilon, delta, facts, confidence)
+
+
+def _curve(session: Any, name: str, seen: Seen, claim: Claim, confidence: float) -> Finding:
+    delta, steps, rate = session.config.delta, session.step_count, session.sampler.sample_rate
     order = evidence(seen.run_scores[seen.run_in], seen.run_scores[~seen.run_in], delta, 1 - confidence)
     levels = sorted({*CONFIDENCES, confidence})
     near = Claim.of(session.training.mechanism.event(), delta).sigma or 1.0
@@ -191,9 +250,4 @@ def _whole_run(session: Any, name: str, seen: Seen, confidence: float) -> Iterat
         name, "run canaries", order, claim, trials=len(seen.run_scores), exact=claim.epsilon, confidence=confidence,
         facts={"rate": rate, "steps": steps},
     )  # fmt: skip
-    yield dataclasses.replace(found, gdp_lower_bound=bounds, gdp_ceiling=ceiling)
-    mu = 2.0 if claim.empty else max(0.05, gdp_mu([(session.training.event(), steps)], delta))
-    guesses = guess(seen.run_scores, seen.run_in, best_guesses(len(seen.run_scores), mu, delta))
-    yield conclude_one_run(
-        name, "one run", guesses, claim.epsilon, delta, {"canaries": len(seen.run_scores)}, confidence
-    )
+    return dataclasses.replace(found, gdp_lower_bound=bounds, gdp_ceiling=ceiling)

@@ -63,9 +63,10 @@ def audit_function(
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One violation is enough; otherwise one audit that could have refuted the claim, and did not, makes it consistent."""
-    verdicts = {f.verdict for f in findings}
-    return VIOLATED if VIOLATED in verdicts else CONSISTENT if CONSISTENT in verdicts else INCONCLUSIVE
+    """One violation is enough; otherwise one audit that could have refuted the claim of ε, and did not, makes it consistent."""
+    if any(f.verdict == VIOLATED for f in findings):
+        return VIOLATED
+    return CONSISTENT if any(f.verdict == CONSISTENT and f.claim is not None for f in findings) else INCONCLUSIVE
 
 
 def store(folder: Path, findings: Sequence[Finding]) -> dict[str, Any]:

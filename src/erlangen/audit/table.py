@@ -6,15 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from erlangen import accounting
 from erlangen.audit.distinguish import evidence
 from erlangen.audit.intervals import gdp_lower, gdp_refuted
-from erlangen.audit.montecarlo import audit_releases
+from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.named import audit_named, equivariant_network
+from erlangen.audit.neighbours import Pair
 from erlangen.audit.one_run import best_guesses, guess
 from erlangen.audit.static import static_audit
 from erlangen.audit.verdict import CONFIDENCE, INCONCLUSIVE, VIOLATED, Finding, corrected, gaussian_epsilon, unable
@@ -35,6 +38,37 @@ class Entry:
     options: Mapping[str, Any]
     settings: Mapping[str, Any]
     claimed_by: str = "erlangen"
+    #: what is attacked where it is not a mechanism's `release`: (σ, seed) → a subject and its neighbouring pairs
+    subject: Callable[[float, int], tuple[Subject, list[Pair] | None]] | None = None
+
+
+def training_step(split: str, sigma: float, seed: int) -> tuple[Subject, list[Pair]]:
+    """Clipless in the engine: records in, private gradients out, on a network whose bounds some record reaches."""
+    from erlangen.audit.static import dense_lipschitz_network
+    from erlangen.audit.steps import Step, hostile
+
+    def build() -> Step:
+        torch.manual_seed(0)
+        options = {"loss": 1.0, "split": split}
+        return Step(dense_lipschitz_network(), (5,), "clipless", options, sigma=sigma, seed=seed, parts=1)
+
+    step = build()
+    return Subject("training step", build, step.shapes), list(islice(hostile(step, seed), 4))
+
+
+def decision(sigma: float, seed: int) -> tuple[Subject, None]:
+    from erlangen.audit.companions import Decision
+    from erlangen.mechanisms.companions import SelectiveUpdate
+
+    return Subject("selective update", lambda: Decision(SelectiveUpdate, sigma, seed), Decision.shapes), None
+
+
+def importance_step(sigma: float, seed: int) -> tuple[Subject, None]:
+    from erlangen.audit.companions import ImportanceStep
+    from erlangen.mechanisms.companions import ImportanceSampling
+
+    shapes = ImportanceStep.shapes
+    return Subject("importance", lambda: ImportanceStep(ImportanceSampling, sigma, seed=seed), shapes), None
 
 
 def entries() -> list[Entry]:
@@ -53,6 +87,8 @@ def entries() -> list[Entry]:
         Entry("Equivariant networks", "ISO, steerable network", "iso", {}, steerable),
         Entry("Clipless", "Clipless, optimal split", "clipless", free, four),
         Entry("Clipless", "Clipless, equal multipliers", "clipless", {**free, "split": "local"}, four),
+        Entry("Clipless", "Clipless, training steps", "clipless", {}, four, subject=partial(training_step, "optimal")),
+        Entry("Clipless", "Clipless, training steps, equal multipliers", "clipless", {}, four, subject=partial(training_step, "local")),
         Entry("Spectral-DP", "Spectral-DP, sound form", "spectral", {}, four),
         Entry("Spectral-DP", "Spectral-DP as published, 3 layers", "spectral", {"as_published": True}, layers, "paper"),
         Entry("GReDP", "GReDP, sound form", "gredp", {}, four),
@@ -65,6 +101,8 @@ def entries() -> list[Entry]:
         Entry("GeoDP", "GeoDP, shrunk direction (S3)", "geodp", {"form": "shrink"}, four),
         Entry("GeoDP", "GeoDP, angles (S1)", "geodp", {"form": "angles"}, four),
         Entry("GeoDP", "GeoDP as published", "geodp", published, GEODP, "paper"),
+        Entry("companions", "Selective update, one decision", "selective-update", {}, four, subject=decision),
+        Entry("companions", "Importance sampling, a step at rate ≤ ½", "importance-sampling", {}, four, subject=importance_step),
     ]  # fmt: skip
 
 
@@ -81,16 +119,34 @@ def audit_table(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, don
     for entry in wanted:
         try:
             settings = {**_sized(entry, scale), "seed": seed, "progress": partial(tell, entry.label)}
-            found = audit_named(entry.mechanism, entry.options, **settings)
+            found = (
+                audit_named(entry.mechanism, entry.options, **settings)
+                if entry.subject is None
+                else _special(entry, settings)
+            )
         except Exception as error:
             found = unable(entry.label, "mechanism", f"{type(error).__name__}: {error}")
         findings.append(replace(found, subject=entry.label))
     return [Row(entry, finding) for entry, finding in zip(wanted, corrected(findings))]
 
 
+def _special(entry: Entry, settings: Mapping[str, Any]) -> Finding:
+    assert entry.subject is not None
+    sigma = accounting.noise_multiplier(settings["claim_epsilon"], 1e-5, 1.0, 1)
+    subject, pairs = entry.subject(sigma, settings["seed"])
+    exact = accounting.epsilon(subject.build().event(), 1e-5)
+    return audit_releases(
+        subject, settings["trials"], pairs=pairs, exact=exact, seed=settings["seed"], progress=settings["progress"]
+    )
+
+
 def _sized(entry: Entry, scale: float) -> dict[str, Any]:
     """Fewer trials than a single audit takes, so that the whole table is minutes."""
-    by_calls = entry.mechanism in ("geodp", "clipless") or entry.settings.get("clipping") == "adaptive"
+    by_calls = (
+        entry.subject is not None
+        or entry.mechanism in ("geodp", "clipless")
+        or entry.settings.get("clipping") == "adaptive"
+    )
     trials = 12_000 if by_calls else 40_000_000 if entry.settings.get("claim_epsilon") == 1.0 else 2_000_000
     return {"trials": max(500, int(trials * scale)), **entry.settings}
 
