@@ -176,7 +176,7 @@ def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool)
 
 
 @pytest.mark.parametrize("name", ["plain", "D4 by pixels", "D4 band-limited"])
-def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, name):
+def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, monkeypatch, name):
     """The whole fast path in 16 bits: every owner's gradient near the exact one, norms those of what is summed."""
     torch.manual_seed(5)
     model = networks()[name]().to(DEVICE).to(memory_format=torch.channels_last)
@@ -185,14 +185,17 @@ def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, name
     norms = found.norms_squared()
     weights = torch.rand(3, device=DEVICE)
     sums = found.weighted_sum(dict.fromkeys(found.names, weights))
-    exact = copy.deepcopy(model).double()
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    layer_by_layer = recorded(model, x, y, 2, autocast=True)
+    exact = recorded(copy.deepcopy(model).double(), x.double(), y, 2, autocast=False)
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
     for i in range(3):
-        rows = slice(2 * i, 2 * i + 2)
-        loss = F.cross_entropy(exact(x[rows].double()), y[rows])
-        wanted = dict(zip(found.names, torch.autograd.grad(loss, [exact.get_parameter(n) for n in found.names])))
-        a = torch.cat([found.dense(n)[i].double().flatten() for n in found.names])
-        b = torch.cat([wanted[n].flatten() for n in found.names])
-        assert (a - b).norm() / b.norm() < (0.3 if DEVICE == "cuda" else 0.05)  # 8 bits through many layers
+        a, b, c = (
+            torch.cat([g.dense(n)[i].detach().double().flatten() for n in found.names])
+            for g in (found, exact, layer_by_layer)
+        )
+        rounding = (c - b).norm() / b.norm()  # what 16 bits cost these layers anyway
+        assert (a - b).norm() / b.norm() < 1.3 * rounding + 0.01
     alone = [found.weighted_sum(dict.fromkeys(found.names, torch.eye(3, device=DEVICE)[i])) for i in range(3)]
     for n in found.names:
         close(norms[n], torch.stack([one[n].square().sum() for one in alone]), 1e-5)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.kernels import norm_act, usable
+from erlangen.gradients.kernels.conv2d import conv2d
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.tape import Tape
 
@@ -207,18 +209,34 @@ def chains(model: nn.Module) -> list[tuple[nn.Sequential, list[Run]]]:
 def join(model: nn.Module) -> nn.Module:
     """Run joined layers as one kernel in ordinary training and evaluation, where the device can. In place."""
     for module, found in chains(model):
-        module.__dict__["forward"] = _PlainChain(module, found)
+        module.__dict__["forward"] = _Plain(module, partial(chain, found))
+    for module in model.modules():
+        if type(module) is nn.Conv2d and module.padding_mode == "zeros":
+            module.__dict__["forward"] = _Plain(module, _convolve)
+        elif norm_layer(module) is not None:
+            module.__dict__["forward"] = _Plain(module, _normalise)
     return model
 
 
-class _PlainChain:
-    """Stands in for a chain's forward; copies of the module are ordinary again."""
+def _convolve(module: nn.Conv2d, tape: None, x: Tensor) -> Tensor:
+    return conv2d(x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
-    def __init__(self, module: nn.Sequential, found: list[Run]) -> None:
-        self.module, self.found = module, found
+
+def _normalise(module: nn.Module, tape: None, x: Tensor) -> Tensor:
+    norm = norm_layer(module)
+    assert norm is not None
+    spec = NormAct(norm.groups, norm.eps)
+    return apply(x, norm, spec, None) if suits(x, spec) else type(module).forward(module, x)
+
+
+class _Plain:
+    """Stands in for a module's forward in ordinary training; copies of the module are ordinary again."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.module, self.run = module, run
 
     def __call__(self, x: Any) -> Any:
-        return chain(self.found, self.module, None, x)
+        return self.run(self.module, None, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self.module), self.module)

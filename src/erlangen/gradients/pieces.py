@@ -26,7 +26,7 @@ Weight = Tensor | Callable[[Tensor], Tensor] | None
 
 # Flops that cost as much as moving one float through memory; only the order of magnitude matters.
 FLOPS_PER_FLOAT = {"cpu": 40.0, "cuda": 300.0}
-CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 28}
+CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 29}
 
 
 @contextlib.contextmanager

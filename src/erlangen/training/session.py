@@ -67,6 +67,8 @@ class Session:
             self.dataset, self.config = dataset, config
             self.prior.append(release)
         self.device = torch.device(_device(config.device, self.workers))
+        if self.device.type == "cuda" and config.pad:
+            torch.backends.cudnn.benchmark = True  # static shapes: the library may try its kernels once and keep the best
         self.x, self.y = (
             torch.from_numpy(dataset.x_train).to(self.device),
             torch.from_numpy(dataset.y_train).to(self.device),

@@ -76,6 +76,8 @@ def conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Tensor:
     """`F.conv2d`, differentiable, by the faster kernels where they are."""
+    if not isinstance(padding, str) and few_channels(x, weight.shape, weight.shape[2:], groups):
+        return windowed(x, weight, bias, stride, padding, dilation)[0]
     if isinstance(padding, str) or not _turns(x, weight, stride, padding, dilation, groups):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     dtype = compute_dtype(x)

@@ -290,24 +290,36 @@ def fits(y: Tensor, spec: NormAct) -> bool:
     return area == power_of_two(area) and area >= 4 and (even or not spec.pool) and power_of_two(size) <= 1024
 
 
+#: (backward, pixels, pooled) → (channels of a program, entries of a tile, warps), measured best on an H200; the nearest
+#: smaller map's entry serves maps that are not listed
+_TUNED = {
+    (False, 4): (64, 4096, 4), (False, 128): (32, 8192, 8), (False, 512): (16, 16384, 8),
+    (True, 4): (64, 4096, 4), (True, 128): (32, 4096, 4), (True, 512): (32, 8192, 8),
+}  # fmt: skip
+_TUNED_POOLED = {
+    (False, 4): (64, 4096, 4), (False, 128): (32, 8192, 8), (False, 512): (16, 16384, 8),
+    (True, 4): (32, 2048, 4), (True, 128): (16, 4096, 8), (True, 512): (16, 2048, 4),
+}  # fmt: skip
+
+
 def _launch(y: Tensor, spec: NormAct, backward: bool) -> tuple[dict[str, int], int, int]:
-    """Constants of a launch, its programs per row, and warps: measured best on an H200 for maps of 4×4 to 32×32."""
+    """Constants of a launch, its programs per row, and warps."""
     channels, area = y.shape[1], y.shape[2] * y.shape[3]
     size = channels // spec.groups
+    table = _TUNED_POOLED if spec.pool else _TUNED
+    width, entries, warps = table[backward, max(k for b, k in table if b == backward and k <= max(area, 4))]
     if size == power_of_two(size):
-        width = max(size, 64 if area <= 64 else 32 if area <= 256 and not (backward and spec.pool) else 16)
-        width = min(width, power_of_two(channels))
+        width = min(max(size, width), power_of_two(channels))
         block = width
     else:
         width, block = size, power_of_two(size)
-    entries = (4096 if spec.pool else 8192) if backward else 16384
     pixels = min(area, max(16, entries // block))
     constants = {
         "H": y.shape[2], "W": y.shape[3], "C": channels, "WIDTH": width, "BLOCK": block, "SIZE": size,
         "ONE": size == width, "PRE": ACTIVATIONS[spec.pre], "POST": ACTIVATIONS[spec.post], "POOL": spec.pool,
         "PIXELS": pixels,
     }  # fmt: skip
-    return constants, -(-channels // width), 8 if pixels * block >= 8192 else 4
+    return constants, -(-channels // width), warps
 
 
 def forward(y: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct) -> tuple[Tensor, Tensor, Tensor]:
