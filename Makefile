@@ -32,8 +32,11 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step.py --model lenet --batch 256 --threads 2
-	$(BIN)/python benchmarks/step.py --model resnet9 --batch 32 --threads 2
+	mkdir -p build/bench
+	$(BIN)/python benchmarks/step.py --model lenet --batch 256 --steps 20 --methods plain erlangen --json > build/bench/lenet.json
+	$(BIN)/python benchmarks/step.py --model resnet9 --batch 32 --methods plain erlangen --json > build/bench/resnet9.json
+	$(BIN)/python benchmarks/step.py --model eq-resnet9 --batch 32 --methods plain erlangen --json > build/bench/eq-resnet9.json
+	$(BIN)/python benchmarks/guard.py build/bench/*.json
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

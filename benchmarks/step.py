@@ -29,6 +29,7 @@ SHAPES = {
     "cnn": (3, 32, 32),
     "wrn-16-4": (3, 32, 32),
     "wrn-16-4-ws": (3, 32, 32),  # with weight standardisation, which Opacus does not know
+    "eq-resnet9": (3, 32, 32),
     "eq-resnet9-tuned": (3, 32, 32),
 }
 

@@ -1,0 +1,105 @@
+"""Has anything become slower? Compares fresh figures with the stored ones; exit code 1 on a loss of more than 15 %.
+
+    python benchmarks/step.py --model lenet --batch 256 --methods plain erlangen --json > build/lenet.json
+    python benchmarks/guard.py build/lenet.json
+
+Only ratios of one run are compared (private step / plain step, private memory / plain memory): they do not depend much on
+whose machine it is. A fresh figure is compared with the stored one of the same benchmark, model, batch and device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ALLOWED = 0.15
+#: most that a private step may cost, in plain steps, on a CPU with two threads
+BARS = {"lenet": 1.4, "resnet9": 1.4, "eq-resnet9": 1.6}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One ratio, stored and fresh; the larger the slower."""
+
+    what: str
+    stored: float | None
+    fresh: float
+    bar: float | None = None
+
+    @property
+    def loss(self) -> float | None:
+        return None if self.stored is None else self.fresh / self.stored - 1.0
+
+    def failed(self, allowed: float) -> bool:
+        """Whether more than ``allowed`` of the stored figure is lost; its bar is another matter."""
+        return self.loss is not None and self.loss > allowed
+
+    def line(self, allowed: float) -> str:
+        stored = "none stored" if self.stored is None else f"{self.stored:.3f}"
+        change = "" if self.loss is None else f"{self.loss:+.1%}"
+        over = f"  above the bar {self.bar:g}" if self.bar is not None and self.fresh > self.bar else ""
+        return f"  {'LOSS' if self.failed(allowed) else 'ok':4}  {self.what:44} {self.fresh:6.3f}  ({stored}) {change}{over}"
+
+
+def settings(result: dict[str, Any]) -> dict[str, Any]:
+    """What has to be equal for two figures to be comparable."""
+    told = {**result, **result.get("arguments", {})}
+    keys = ("benchmark", "model", "batch", "threads", "views", "physical", "compile", "float32", "device")
+    return {key: told.get(key) for key in keys}
+
+
+def stored_like(result: dict[str, Any], folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The stored result with the same settings, if there is one."""
+    for path in sorted(folder.glob("*.json")):
+        kept = json.loads(path.read_text())
+        if isinstance(kept, dict) and "methods" in kept and settings(kept) == settings(result):
+            return kept
+    return None
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Time and memory of our private step in plain ones."""
+    plain, private = (result["methods"].get(name, {}) for name in ("plain", "erlangen"))
+    found = {"time": private.get("ratio")}
+    if private.get("peak_mb") and plain.get("peak_mb"):
+        found["memory"] = private["peak_mb"] / plain["peak_mb"]
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def compare(result: dict[str, Any], folder: Path = RESULTS) -> list[Comparison]:
+    kept = stored_like(result, folder)
+    before = {} if kept is None else ratios(kept)
+    told = settings(result)
+    name = f"{told['benchmark']} {told['model']}, batch {told['batch']}"
+    bar = BARS.get(str(told["model"])) if told["benchmark"] == "step" else None
+    return [
+        Comparison(f"{name}: {kind}", before.get(kind), value, bar if kind == "time" else None)
+        for kind, value in ratios(result).items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("fresh", nargs="+", type=Path, help="JSON files of benchmarks/step.py or benchmarks/gpu.py")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--allowed", type=float, default=ALLOWED)
+    parser.add_argument("--bars", action="store_true", help="also fail where a ratio is above its bar")
+    args = parser.parse_args()
+    rows = [row for path in args.fresh for row in compare(json.loads(path.read_text()), args.results)]
+    if not rows:
+        sys.exit("guard: the files hold no ratio of a private step to a plain one (methods plain and erlangen)")
+    print("private / plain, fresh (stored):")
+    for row in rows:
+        print(row.line(args.allowed))
+    over = [row for row in rows if args.bars and row.bar is not None and row.fresh > row.bar]
+    if over or any(row.failed(args.allowed) for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

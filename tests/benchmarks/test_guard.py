@@ -1,0 +1,66 @@
+"""The regression guard: losses fail, gains and noise pass, figures of other settings are not compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUARD = ROOT / "benchmarks" / "guard.py"
+STORED = json.loads((ROOT / "benchmarks" / "results" / "step-resnet9.json").read_text())
+
+
+def changed(factor: float, memory: float = 1.0, **settings) -> dict:
+    fresh = copy.deepcopy(STORED) | settings
+    fresh["methods"]["erlangen"]["ratio"] *= factor
+    fresh["methods"]["erlangen"]["peak_mb"] *= memory
+    return fresh
+
+
+def guard(tmp_path: Path, *results: dict, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    paths = []
+    for k, result in enumerate(results):
+        paths.append(str(tmp_path / f"{k}.json"))
+        Path(paths[-1]).write_text(json.dumps(result))
+    return subprocess.run([sys.executable, str(GUARD), *paths, *options], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("factor", "memory", "code"), [(1.0, 1.0, 0), (1.14, 1.0, 0), (0.5, 0.5, 0), (1.16, 1.0, 1), (1.0, 1.2, 1)]
+)
+def test_a_loss_of_more_than_fifteen_percent_fails(tmp_path, factor, memory, code):
+    done = guard(tmp_path, changed(factor, memory))
+    assert done.returncode == code, done.stdout
+    assert ("LOSS" in done.stdout) == bool(code)
+
+
+def test_one_bad_file_among_good_ones_fails(tmp_path):
+    assert guard(tmp_path, changed(1.0), changed(1.5)).returncode == 1
+
+
+def test_other_settings_are_not_compared(tmp_path):
+    done = guard(tmp_path, changed(5.0, batch=64))
+    assert done.returncode == 0
+    assert "none stored" in done.stdout
+
+
+def test_bars_fail_when_asked_for(tmp_path):
+    slow = changed(1.1)
+    slow["methods"]["erlangen"]["ratio"] = 1.45
+    assert "above the bar" in guard(tmp_path, slow).stdout
+    assert guard(tmp_path, slow, options=("--bars",)).returncode == 1
+
+
+def test_every_stored_step_and_gpu_result_is_understood():
+    sys.path.insert(0, str(GUARD.parent))
+    import guard as module
+
+    for path in sorted((ROOT / "benchmarks" / "results").glob("step-*.json")):
+        result = json.loads(path.read_text())
+        assert module.ratios(result), path
+        assert all(row.loss == 0 for row in module.compare(result)), path
