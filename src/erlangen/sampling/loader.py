@@ -17,11 +17,12 @@ from torch.utils.data.dataloader import default_collate
 
 from erlangen.gradients.rows import RowMap
 from erlangen.sampling.samplers import Sampler
+from erlangen.sampling.tickets import Pass
 from erlangen.sampling.units import Units
 from erlangen.workers import Workers
 
-#: told (whose rows, first of its logical batch, last of its logical batch) before each physical batch
-Announce = Callable[[RowMap, bool, bool], None]
+#: told (whose rows, first of its logical batch, last of its logical batch, which pass) before each physical batch
+Announce = Callable[[RowMap, bool, bool, Pass], None]
 
 
 class _Batches:
@@ -101,9 +102,16 @@ class PrivateLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         coming = self._batches.coming = deque()  # a queue of its own: iterations may overlap
-        for batch in super().__iter__():
-            self._announce(*coming.popleft())
-            yield batch
+        this = Pass()
+        try:
+            for batch in super().__iter__():
+                self._announce(*coming.popleft(), this)
+                yield batch
+        except GeneratorExit:  # the loop was left, or one batch was looked at
+            this.left = True
+            raise
+        finally:
+            this.over = True
 
 
 def refuse_iterable(loader: Any) -> None:

@@ -1,0 +1,54 @@
+"""Which drawn batch a step belongs to.
+
+A loop draws a batch, trains on it, and draws the next one. Whoever draws further before the step (a prefetcher, a list of
+batches) or skips a batch leaves several candidates; whose rows a batch holds must not be guessed, so that is an error.
+"""
+
+from __future__ import annotations
+
+
+class Pass:
+    """One iteration over a data loader."""
+
+    def __init__(self) -> None:
+        self.over = self.left = self.stepped = False
+
+    @property
+    def idle(self) -> bool:
+        """Nobody is going to train on what is open of it: it was left early, or ran through without a single step."""
+        return self.left or (self.over and not self.stepped)
+
+
+class Tickets:
+    """The batches that were drawn and not trained on yet."""
+
+    def __init__(self) -> None:
+        self._open: list[Pass | None] = []
+
+    def draw(self, source: Pass | None, tried: bool) -> None:
+        """A batch was drawn in the pass ``source`` (None: announced by hand, which says what comes next).
+
+        ``tried``: the batch before went through the module and was then given up, as after an exception.
+        """
+        if source is None or (tried and len(self._open) == 1):
+            self._open.clear()
+        self._open = [p for p in self._open if p is source or (p is not None and not p.idle)]
+        self._open.append(source)
+
+    def take(self) -> None:
+        """The batch of this step: there must be exactly one."""
+        waiting, self._open = self._open, []
+        if not waiting:
+            raise RuntimeError(
+                "this batch was not drawn by the data loader that make_private returned (or was used twice): sampling, "
+                "owners and accounting belong to its draws. Iterate over the returned loader; batches of your own are "
+                "announced with engine.training.announce(RowMap…)."
+            )
+        if len(waiting) > 1:
+            raise RuntimeError(
+                f"{len(waiting)} batches were drawn since the last step, so whose rows this one holds is not known: a prefetcher "
+                "runs ahead, batches were collected in a list, or one was skipped. Train on each batch before the next one "
+                "is drawn, empty ones too; num_workers= and pin_memory= of the DataLoader prefetch without this."
+            )
+        if waiting[0] is not None:
+            waiting[0].stepped = True
