@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from erlangen import PrivacyEngine
+from erlangen import PrivacyEngine, RowMap
 from erlangen.lipschitz import CrossEntropy, SpectralConv2d, SpectralDense
 from erlangen.models import lipschitz as models
 
@@ -58,7 +58,11 @@ def private(net: nn.Module, x: torch.Tensor, y: torch.Tensor, mechanism: str, **
         mechanism_options=options, check=False, **bound,
     )  # fmt: skip
 
+    every = RowMap.regular(len(x))
+
     def step() -> None:
+        assert engine.training is not None
+        engine.training.announce(every)
         optimizer.zero_grad()
         loss(net(x), y).backward()
         optimizer.step()

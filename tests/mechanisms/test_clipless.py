@@ -23,6 +23,7 @@ from erlangen.lipschitz import (
     Householder,
     MaxMin,
     MulticlassHinge,
+    Projector,
     Residual,
     Sequential,
     SpectralConv2d,
@@ -47,7 +48,7 @@ def network(*extra, seed: int = 0) -> Sequential:
     with torch.no_grad():
         net[1].weight.add_(0.05 * torch.randn_like(net[1].weight))
     output(net)
-    net.project()
+    Projector(net)()
     return net
 
 

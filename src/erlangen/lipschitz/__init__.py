@@ -1,8 +1,8 @@
 """Lipschitz networks: bounded layers and losses, bound propagation, certified norms, projection, adversarial search.
 
-    network = Sequential(
-        BoundedInput((1, 28, 28), 20.0), SpectralConv2d(1, 16, 3), MaxMin(), Flatten(), SpectralDense(12544, 10))
-    print(backpropagate_bounds(network, CrossEntropy(10.0).constant(10)))
+network = Sequential(
+    BoundedInput((1, 28, 28), 20.0), SpectralConv2d(1, 16, 3), MaxMin(), Flatten(), SpectralDense(12544, 10))
+print(backpropagate_bounds(network, CrossEntropy(10.0).constant(10)))
 """
 
 from erlangen.lipschitz.activations import FullSort, GroupSort, Householder, MaxMin, ReLU

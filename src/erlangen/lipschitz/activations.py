@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +39,12 @@ class GroupSort(LipschitzLayer):
         return x.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = x.unflatten(self.dim, (-1, self.size))
+        if self.size == 2 and x.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return _MaxMin.apply(x, self.dim)  # three times as fast as what autograd makes of max and min
         inner = self.dim + 1 if self.dim >= 0 else self.dim
-        if self.size == 2:  # max and min are much cheaper than a sort
-            first, second = groups.unbind(inner)
-            ordered = torch.stack((torch.maximum(first, second), torch.minimum(first, second)), inner)
+        groups = x.unflatten(self.dim, (-1, self.size))
+        if self.size == 2:
+            ordered = torch.stack((groups.amax(inner), groups.amin(inner)), inner)
         else:
             ordered = groups.sort(inner, descending=True).values
         start = self.dim if self.dim >= 0 else self.dim - 1
@@ -50,6 +52,55 @@ class GroupSort(LipschitzLayer):
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.dim}"
+
+
+class _MaxMin(torch.autograd.Function):
+    """Pairs of neighbouring channels as (larger, smaller). Only which pairs were exchanged is kept for the way back.
+
+    A permutation forwards and its inverse backwards, also where a pair is equal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        first, second = _pairs(x, dim)
+        exchanged = first < second
+        ctx.save_for_backward(exchanged)
+        ctx.dim = dim
+        return _exchange(first, second, exchanged, x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (exchanged,) = ctx.saved_tensors
+        return _Exchange.apply(cotangent, exchanged, ctx.dim), None
+
+
+class _Exchange(torch.autograd.Function):
+    """A fixed exchange of pairs: its own inverse and its own derivative, so that it can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchanged: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(exchanged)
+        ctx.dim = dim
+        return _exchange(*_pairs(x, dim), exchanged, x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (exchanged,) = ctx.saved_tensors
+        return _Exchange.apply(cotangent, exchanged, ctx.dim), None, None
+
+
+def _pairs(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    inner = dim + 1 if dim >= 0 else dim
+    first, second = x.unflatten(dim, (-1, 2)).unbind(inner)
+    return first, second
+
+
+def _exchange(first: Tensor, second: Tensor, exchanged: Tensor, like: Tensor, dim: int) -> Tensor:
+    out = torch.empty_like(like)
+    upper, lower = _pairs(out, dim)
+    torch.where(exchanged, second, first, out=upper)
+    torch.where(exchanged, first, second, out=lower)
+    return out
 
 
 class MaxMin(GroupSort):

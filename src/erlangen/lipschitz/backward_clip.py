@@ -26,16 +26,17 @@ class RowScale:
 
 
 def limited(cotangent: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with norm ≤ bound (one for all, or one each); rows that are not finite become zero. Also the old norms."""
+    """Rows with norm ≤ bound (one for all, or one each); rows that are not finite become zero. Also the old norms.
+
+    Norms are taken in float64, where no float32 overflows: one that is not finite belongs to a row that is not.
+    """
     rows = cotangent.flatten(1)
-    precise = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    finite = precise.isfinite().all(1)
-    precise = torch.where(finite[:, None], precise, 0.0)
-    largest = precise.detach().abs().amax(1, keepdim=True).clamp(min=1e-30) if rows.numel() else precise[:, :1]
-    norms = ((precise / largest).norm(dim=1) * largest[:, 0]) if rows.numel() else precise.sum(1)
-    safe = bound * (1.0 - 64 * torch.finfo(precise.dtype).eps)
-    factor = torch.where(norms > safe, safe / norms.clamp(min=1e-30), 1.0)
-    return (precise * factor[:, None]).to(cotangent.dtype).view_as(cotangent), torch.where(finite, norms, math.inf)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    precise = torch.promote_types(rows.dtype, torch.float32)
+    safe = bound * (1.0 - 64 * torch.finfo(precise).eps)
+    factor = (safe / norms.clamp(min=1e-300)).clamp(max=1.0)
+    cut = torch.where(norms.isfinite()[:, None], rows * factor.to(precise)[:, None], 0.0)
+    return cut.to(cotangent.dtype).view_as(cotangent), norms.nan_to_num(nan=math.inf)
 
 
 class _Clip(torch.autograd.Function):

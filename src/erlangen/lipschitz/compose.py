@@ -12,11 +12,11 @@ from erlangen.lipschitz.base import Activation, LipschitzLayer
 class Sequential(LipschitzLayer):
     """Layers in order. As a whole network its first layer is `BoundedInput`.
 
-        network = Sequential(
-            BoundedInput((1, 28, 28), bound=20.0),
-            SpectralConv2d(1, 16, 3), MaxMin(),
-            Flatten(), SpectralDense(16 * 28 * 28, 10),
-        )
+    network = Sequential(
+        BoundedInput((1, 28, 28), bound=20.0),
+        SpectralConv2d(1, 16, 3), MaxMin(),
+        Flatten(), SpectralDense(16 * 28 * 28, 10),
+    )
     """
 
     def __init__(self, *layers: LipschitzLayer) -> None:

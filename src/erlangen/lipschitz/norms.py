@@ -56,57 +56,59 @@ class Symbols:
 
 
 def certified(operators: Sequence[Symbols]) -> list[Tensor]:
-    """A certified bound for each operator, margin included, as float64 scalars. Equal ranks share their kernels."""
-    groups: dict[tuple[int, bool], list[int]] = {}
-    for index, operator in enumerate(operators):
-        groups.setdefault((operator.rank, operator.matrices.is_complex()), []).append(index)
+    """A certified bound for each operator, margin included, as float64 scalars. Similar ranks share their kernels."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(operators)), key=lambda i: -operators[i].rank):
+        largest = operators[groups[-1][0]].rank if groups else 0
+        if groups and (operators[index].rank >= 0.75 * largest or largest <= 32):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
     bounds: dict[int, Tensor] = {}
     with full_precision():
-        for members in groups.values():
+        for members in groups:
             found = gram_iteration([operators[i].matrices for i in members])
             bounds |= {i: bound * (operators[i].factor * MARGIN) for i, bound in zip(members, found, strict=True)}
     return [bounds[i] for i in range(len(operators))]
 
 
 def gram_iteration(stacks: Sequence[Tensor], squarings: int = SQUARINGS) -> list[Tensor]:
-    """For each stack [F, m, n] (or [m, n]) of one rank, an upper bound on its largest singular value.
+    """For each stack [F, m, n] (or [m, n]), an upper bound on its largest singular value, as a float64 scalar.
 
-    The stacks may have been computed in float32; that error is the caller's. Not finite where a stack is not.
+    The iteration runs on all of them together; smaller Gram matrices are padded by zeros. Not finite where a stack is
+    not, or where its squares leave float32's range.
     """
-    rank, complex_ = min(stacks[0].shape[-2:]), stacks[0].is_complex()
+    rank, complex_ = max(min(s.shape[-2:]) for s in stacks), any(s.is_complex() for s in stacks)
     single = rank <= LARGEST_SINGLE
-    grams, logs, counts = [], [], []
-    for stack in stacks:
-        matrices = stack.detach() if stack.ndim == 3 else stack.detach()[None]
-        gram, log = _first_gram(matrices, single)
-        grams.append(gram)
-        logs.append(log.expand(len(matrices)))
-        counts.append(len(matrices))
-    gram, log = torch.cat(grams), torch.cat(logs)
-    gram = gram.to(torch.complex64 if single else torch.complex128) if complex_ else gram.to(_real(single))
+    grams = [_first_gram(stack.detach(), rank, complex_, single) for stack in stacks]
+    gram = torch.cat(grams) if len(grams) > 1 else grams[0]
+    log = torch.zeros(len(gram), dtype=torch.float64, device=gram.device)
     for t in range(1, squarings):
-        if t % 3 == 1:  # norms lie in [1/√r, 1] after this, and in float32's range for three squarings more
-            size = torch.linalg.vector_norm(gram, dim=(1, 2)).clamp(min=1e-30)
+        if t % 3 == 1 and t + 1 < squarings:  # norms lie in [1/√r, 1] after this: in range for four squarings more
+            entries = torch.view_as_real(gram) if complex_ else gram
+            size = torch.linalg.vector_norm(entries.flatten(1), dim=1, dtype=torch.float64).clamp(min=1e-30)
+            size = size.to(
+                entries.dtype
+            )  # taken in float64: the square of a small entry would vanish, and its norm explode
             gram, log = gram / size[:, None, None], log + size.double().log() / 2.0**t
         gram = gram @ gram.mH
-    power = 2.0**squarings
-    bound = torch.exp(log + _norm_bound(gram).double().log() / power)
-    largest = [part.amax() for part in bound.split(counts)]
-    longest = [max(stack.shape[-2:]) for stack in stacks]
-    return [value * _rounding(rank, n, complex_, single) + _TINY for value, n in zip(largest, longest, strict=True)]
+    bound = torch.exp(log + _norm_bound(gram).double().log() / 2.0**squarings)
+    parts = zip(stacks, bound.split([len(g) for g in grams]), strict=True)
+    return [part.amax() * _rounding(rank, max(stack.shape[-2:]), complex_, single) + _TINY for stack, part in parts]
 
 
-def _first_gram(matrices: Tensor, single: bool) -> tuple[Tensor, Tensor]:
-    """The smaller of AAᴴ and AᴴA for A scaled to entries ≤ 1, and the logarithm of the scale. Real: in float64."""
+def _first_gram(matrices: Tensor, rank: int, complex_: bool, single: bool) -> Tensor:
+    """[F, rank, rank]: the smaller of AAᴴ and AᴴA. Formed in float64 where A is real, or where single is too coarse."""
+    matrices = matrices if matrices.ndim == 3 else matrices[None]
     if not matrices.is_complex():
         matrices = matrices.double()
     elif not single:
         matrices = matrices.to(torch.complex128)
-    largest = torch.view_as_real(matrices).abs().amax() if matrices.is_complex() else matrices.abs().amax()
-    largest = largest.clamp(min=1e-30)
-    scaled = matrices / largest
     wide = matrices.shape[-2] <= matrices.shape[-1]
-    return scaled @ scaled.mH if wide else scaled.mH @ scaled, largest.double().log()[None]
+    gram = matrices @ matrices.mH if wide else matrices.mH @ matrices
+    dtype = (torch.complex64 if single else torch.complex128) if complex_ else _real(single)
+    missing = rank - gram.shape[-1]
+    return torch.nn.functional.pad(gram.to(dtype), (0, missing, 0, missing)) if missing else gram.to(dtype)
 
 
 def _norm_bound(gram: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def _rounding(rank: int, longest: int, complex_: bool, single: bool) -> float:
     constant = 2 * math.sqrt(2) if complex_ else 1.0
     square = 1.0 - rank * (constant * (rank + 4) * u + 4 * u)  # a squaring, and the scaling or cast before it
     first_u = u if complex_ else torch.finfo(torch.float64).eps / 2
-    first = 1.0 - rank * (constant * (longest + 4) * first_u + 4 * first_u)
+    first = 1.0 - rank * (constant * (longest + 4) * first_u + 4 * u)
     if square <= 0.5 or first <= 0.5:
         raise ValueError(f"a matrix of rank {rank} with {longest} columns is too large to be certified")
     last = 1.0 + 2 * (rank**2 + 8) * u  # of the final norms
@@ -172,7 +174,7 @@ def conv_symbols(
     return Symbols(torch.complex(real, imaginary), 1.0 / (paid - lost))
 
 
-@functools.lru_cache(maxsize=None)  # never evicted: a captured graph reads them where they are
+@functools.cache  # never evicted: a captured graph reads them where they are
 def _waves(taps: tuple[int, int], grid: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """[2·F, taps]: cosines, then minus sines, of ⟨a, θ⟩ on half of the grid (conjugate frequencies share their norms)."""
     theta = [2 * math.pi * torch.arange(n, dtype=torch.float64) / n for n in grid]

@@ -57,14 +57,13 @@ class Projector:
     def _prepare(self) -> None:
         """What the captured calls read and write, in memory that stays where it is."""
         weights = [layer.weight.detach() for layer in self.scaled]
-        numbers = {"dtype": torch.float64, "device": weights[0].device}
-        self._reference = [w.clone() for w in weights]
-        self._reference_bound = torch.zeros(len(weights), **numbers)
-        self._limits = torch.tensor([layer.lipschitz for layer in self.scaled], **numbers)
+        numbers = torch.zeros(len(weights), dtype=torch.float64, device=weights[0].device)
+        self._reference, self._reference_bound = [w.clone() for w in weights], numbers
+        self._limits = numbers.new_tensor([layer.lipschitz for layer in self.scaled])
         # a float32 sum of n squares is wrong by at most n·u of itself, in any order
         rounding = [1.0 + 2.0**-23 * (w.numel() + 8) for w in weights]
         factors = [layer.frobenius_factor() * r for layer, r in zip(self.scaled, rounding, strict=True)]
-        self._factors = torch.tensor(factors, **numbers)
+        self._factors = numbers.new_tensor(factors)
 
     def _certify(self) -> None:
         """Certified norms of all layers, and their weights scaled by min(1, l/norm)."""

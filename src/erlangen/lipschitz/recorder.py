@@ -54,11 +54,14 @@ class Recorder(Tape):
     """
 
     _clips: tuple[AdaptiveBackwardClip, ...] = ()
+    _cutting: tuple[BackwardClip, ...] = ()
+    _frozen: tuple[str, ...] = ()
 
     def __init__(
         self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], mode: str = "autograd"
     ) -> None:
-        super().__init__(plain.parameters, "sum", "norms-first" if mode == "pieces" else plain.strategy, plain.batch_first)
+        strategy = "norms-first" if mode == "pieces" else plain.strategy
+        super().__init__(plain.parameters, "sum", strategy, plain.batch_first)
         self._ignored, self.metric = plain._ignored, plain.metric
         self.reduction, self.loss_constant = plain.loss_reduction, loss_constant
         self.before_forward, self.mode = before_forward, mode
@@ -74,6 +77,8 @@ class Recorder(Tape):
 
     def attach(self, module: nn.Module) -> None:
         self._clips = tuple(m for m in module.modules() if isinstance(m, AdaptiveBackwardClip))
+        self._cutting = tuple(m for m in module.modules() if isinstance(m, BackwardClip))
+        self._frozen = tuple(n for n, _ in module.named_parameters() if n not in self.parameters)
         if self.mode != "autograd":
             attach(module, self)
         module.__dict__["forward"] = PrivateForward(module, _recorded, self)
@@ -91,15 +96,14 @@ class Recorder(Tape):
         if rows.rows != x.shape[0]:
             raise RuntimeError(f"the network got {x.shape[0]} rows where {rows.rows} were announced")
         share = _share(rows, x)
-        for m in module.modules():
-            if isinstance(m, BackwardClip):
-                m.rows = RowScale(share, share)
+        for clip in self._cutting:
+            clip.rows = RowScale(share, share)
         leaves: dict[str, Tensor] = {}
         if self.mode != "autograd":
             logits = type(module).forward(module, x)
         else:
             leaves = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
-            frozen = {name: p.detach() for name, p in module.named_parameters()}
+            frozen = {name: module.get_parameter(name).detach() for name in self._frozen}
             logits = functional_call(_Body(module), {f"inner.{n}": p for n, p in (frozen | leaves).items()}, (x,))
         return _Gate.apply(logits, lambda c: self._pass(c, rows.owners, share, leaves))
 

@@ -141,15 +141,28 @@ class Clipless(Mechanism):
         strangers = sorted(set(parameters) - set(self.bounds))
         if strangers:
             raise ValueError(f"no certified bound for {', '.join(strangers)}: not trainable parameters of the network")
+        if len({p.device for p in parameters.values()}) > 1:
+            raise ValueError(
+                "the parameters lie on several devices; clipless keeps their sum as one vector on one device"
+            )
         self._settle()
         self._reset()
 
     def _settle(self) -> None:
         """Bounds and noise; they move only with the thresholds of adaptive layers."""
-        self._stds, self._delta = self.stds(), dict(self.bounds)
+        bounds = self.bounds
+        sigma = self.gradient_multiplier(self.noise_multiplier)
+        self._stds, self._delta = noise_split(bounds, sigma, self.split), dict(bounds)
+        first = next(iter(self._like.values()))
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self._like.values()) else torch.float32
+        self._sizes = [shape.numel() for shape in self.shapes.values()]
+        stds = torch.tensor([self._stds[name] for name in self.shapes], dtype=dtype)
+        #: noise of every coordinate, in the order of `shapes`
+        self._noise = stds.repeat_interleave(torch.tensor(self._sizes)).to(first.device)
 
     def _reset(self) -> None:
-        self._sum = self._zeros()
+        #: the sum of all parameters' gradients as one vector; None is zero
+        self._sum: Tensor | None = None
         for layer in self.adaptive:
             layer.pending = layer.total = 0.0
 
@@ -169,8 +182,13 @@ class Clipless(Mechanism):
 
     def accumulate(self, gradients: PerSampleGradients) -> None:
         sums = gradients.sums if isinstance(gradients, SummedGradients) else self._cut(gradients)
-        for name, total in sums.items():
-            self._sum[name] += total
+        if not sums:
+            return
+        whole = torch.cat([sums[name].detach().to(self._noise.dtype).flatten() for name in self.shapes])
+        self._sum = whole if self._sum is None else self._sum.add_(whole)
+
+    def _total(self) -> Tensor:
+        return torch.zeros_like(self._noise) if self._sum is None else self._sum
 
     def _cut(self, gradients: PerSampleGradients) -> dict[str, Tensor]:
         """Per-sample gradients, when there are any, cut at Δ_d: the backstop, and `release` on its own."""
@@ -192,18 +210,18 @@ class Clipless(Mechanism):
 
     def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
         counts = torch.tensor([layer.total for layer in self.adaptive], dtype=torch.float64)
-        *sums, counts = add_up([*self._sum.values(), counts])
-        self._sum = dict(zip(self._sum, sums, strict=True))
+        self._sum, counts = add_up([self._total(), counts])
         for layer, total in zip(self.adaptive, counts.tolist(), strict=True):
             layer.total = total
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()
-        released = {n: self.noise.perturb(total, self._stds[n]) / expected_batch for n, total in self._sum.items()}
+        parts = (self.noise.perturb(self._total(), self._noise) / expected_batch).split(self._sizes)
+        released = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
         for layer in self.adaptive:
-            total = torch.tensor([layer.total], dtype=torch.float64)
+            count = torch.tensor([layer.total], dtype=torch.float64)
             std = layer.count_std if self.noise_multiplier > 0 else None
-            layer.update(float(total if std is None else self.noise.perturb(total, std)), expected_batch)
+            layer.update(float(count if std is None else self.noise.perturb(count, std)), expected_batch)
         if self.adaptive:
             self._settle()
         self._reset()
