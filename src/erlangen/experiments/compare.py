@@ -31,12 +31,13 @@ Watch = Callable[[str, int, int], None]
 
 NOT_TUNED = "No setting was tuned: every mechanism ran with the given options."
 NOT_ACCOUNTED = (
-    "Each mechanism's two settings were chosen at each ε by {trials} trials on held-out training records. The ε below covers the "
-    "final runs only, NOT this choice: to release a model tuned on the same private data use --accounted, or tune on public data."
+    "Each mechanism's two settings were chosen at each ε by {trials} trials on held-out training records. The ε of this table "
+    "covers the final runs only, NOT this choice: to release a model tuned on the same private data use --accounted, or tune on "
+    "public data."
 )
 ACCOUNTED = (
-    "The ε below covers the whole search (repeat and select, RDP): a geometric number of trials of mean {trials}, each with a "
-    "noisy score; the chosen trial's own model counts."
+    "The ε of this table covers the whole search (repeat and select, RDP): a geometric number of trials of mean {trials}, each "
+    "with a noisy score; the chosen trial's own model counts."
 )
 
 
@@ -240,7 +241,9 @@ def _job(kind: str, cell: str, *, seed: int, index: int, config: TrainConfig, ou
     config = dataclasses.replace(config, seed=1000 + 100 * seed + index if kind == "search" else seed)
     told = json.dumps([kind, json.loads(config.to_json()), held], sort_keys=True)
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
-    label = {"trial": f"{cell}-trial{index}", "final": f"{cell}-seed{seed}"}.get(kind, f"{cell}-seed{seed}-trial{index}")
+    label = {"trial": f"{cell}-trial{index}", "final": f"{cell}-seed{seed}"}.get(
+        kind, f"{cell}-seed{seed}-trial{index}"
+    )
     place = out / "runs" / f"{label}-{digest}" if kind == "final" else out / "tuning" / f"{label}-{digest}.json"
     return Work(kind, cell, seed, index, config, place, held)
 
