@@ -187,13 +187,13 @@ def check_noise(by_rank: list[torch.Tensor], std: float) -> None:
 
 @pytest.mark.parametrize("source", ["stream", "secure"])
 def test_released_noise_has_the_covariance_of_one_process(source):
-    check_noise(together(3, releases, 1500, GaussianMechanism, source), 1.5 * 2.0 / 4.0)
+    check_noise(together(3, releases, 800, GaussianMechanism, source), 1.5 * 2.0 / 4.0)
 
 
 @pytest.mark.parametrize(("kind", "source"), [(EachAddsItsOwn, "stream"), (GaussianMechanism, "repeats")])
 def test_wrong_noise_is_caught(kind, source):
     with pytest.raises(AssertionError):
-        check_noise(together(2, releases, 600, kind, source), 1.5 * 2.0 / 4.0)
+        check_noise(together(2, releases, 400, kind, source), 1.5 * 2.0 / 4.0)
 
 
 # --- what can go wrong ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import erlangen
-from erlangen.cli import accounting, audit, compare, data, export, predict, report, reproduce, train, validate
+from erlangen.cli import accounting, audit, compare, data, export, predict, report, reproduce, tan, train, validate
 from erlangen.cli.manners import Polite
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ compare.register(app)
 predict.register(app)
 export.register(app)
 data.register(app)
+tan.register(app)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.session import Session
-from erlangen.workers import Workers, local_rank
+from erlangen.workers import LostWorker, Workers, local_rank
 
 if TYPE_CHECKING:
     from erlangen.training.run import Result
@@ -120,7 +120,8 @@ def begin(session: Session, last: int) -> int:
 def give_up(workers: Workers, error: BaseException) -> None:
     """Say why there is no run, if the others are still waiting for it to begin."""
     if not workers.alone and not workers.begun:
-        workers.tell(json.dumps({"failed": str(error) or type(error).__name__}).encode())
+        with suppress(LostWorker):  # they may have stopped for the same reason
+            workers.tell(json.dumps({"failed": str(error) or type(error).__name__}).encode())
 
 
 # --- the others ----------------------------------------------------------------------------------------------------

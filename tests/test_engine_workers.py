@@ -1,0 +1,186 @@
+"""PrivacyEngine in a user's own distributed script: DDP-wrapped or plain, equal to one process, its all-reduce silent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import erlangen
+from erlangen import joint
+from erlangen.workers import Workers
+from tests.processes import together
+
+N, B = 64, 16
+
+
+class WithBuffer(nn.Module):
+    """A buffer makes DDP broadcast in every forward pass, unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * self.scale)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def data() -> TensorDataset:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 2, 4, 4, generator=g)
+    return TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+
+
+def script(workers: Workers, wrap: bool, options: dict) -> tuple[torch.Tensor, float, int]:
+    """What users write: every process makes its own model, loader and engine. Weights, ε and the number of batches."""
+    torch.manual_seed(workers.rank)  # DDP starts everybody from the first process's weights, and so do we
+    model: nn.Module = WithBuffer()
+    sampler = DistributedSampler(data()) if not workers.alone else None
+    loader = DataLoader(data(), batch_size=B // workers.count, sampler=sampler)
+    model = DistributedDataParallel(model) if wrap else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    engine = erlangen.PrivacyEngine(seed=0)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 0.7, "max_physical_batch": 5, **options}
+    model, optimizer, private = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
+    batches = 0
+    for x, y in private:
+        batches += 1
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights, engine.get_epsilon(1e-5), batches
+
+
+CASES = [
+    (True, {}),
+    (False, {}),
+    (True, {"noise_multiplier": 1.0, "clipping": "adaptive", "unit": [k // 3 for k in range(N)]}),
+    (False, {"noise_multiplier": 1.0, "mechanism": "geodp"}),
+    (False, {"poisson_sampling": False}),
+]
+
+
+def scripts(workers: Workers) -> list[tuple[torch.Tensor, float, int]]:
+    return [script(workers, wrap and not workers.alone, options) for wrap, options in CASES]
+
+
+def test_a_distributed_script_does_what_one_process_does():
+    alone = scripts(Workers())
+    several_ranks = together(2, scripts)
+    for ranks in several_ranks:
+        for (wrap, options), one, several in zip(CASES, alone, ranks, strict=True):
+            assert float((one[0] - several[0]).abs().max()) <= 1e-6 * max(1.0, float(one[0].abs().max())), (wrap, options)
+            assert one[1] == several[1], "every process knows what was spent"
+    counts = [[case[2] for case in rank] for rank in several_ranks]
+    assert counts[0] == counts[1], "loops with collectives of their own stay in step"
+
+
+def restored(workers: Workers) -> tuple[bool, torch.Tensor]:
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    engine = erlangen.PrivacyEngine(seed=0)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=2)
+    model, _, _ = engine.make_private(
+        module=wrapped, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    quiet = model is wrapped and not wrapped.require_backward_grad_sync
+    engine.remove()
+    wrapped(torch.full((1, 3), float(workers.rank))).sum().backward()
+    return quiet and wrapped.require_backward_grad_sync, wrapped.module.weight.grad
+
+
+def test_ddp_is_silent_while_training_is_private_and_itself_again_after():
+    both = together(2, restored)
+    assert all(ok for ok, _ in both)
+    assert torch.equal(both[0][1], both[1][1]), "its own all-reduce works again"
+    assert torch.equal(both[0][1], torch.full((1, 3), 0.5))
+
+
+def separately(workers: Workers) -> float:
+    torch.manual_seed(workers.rank)
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    engine = erlangen.PrivacyEngine(seed=0, distributed=False)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=2)
+    engine.make_private(
+        module=model, optimizer=sgd(model), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    assert engine.training is not None
+    assert torch.equal(model.weight, before)
+    return engine.training.sampler.expected_batch
+
+
+def test_processes_may_train_models_of_their_own():
+    assert together(2, separately) == [2.0, 2.0]
+
+
+def sharded(workers: Workers) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (workers.count,)))
+    loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2)
+    try:
+        erlangen.PrivacyEngine().make_private(
+            module=model, optimizer=sgd(model), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_sharded_parameters_are_refused_with_a_cure():
+    assert all("sharded" in said and "plain module" in said for said in together(2, sharded))
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match="torchrun"):
+        joint.unwrapped(DataParallel(nn.Linear(2, 2)))
+
+
+def test_a_group_of_one_is_free():
+    workers = Workers()
+    t = [torch.ones(2), torch.zeros(1, dtype=torch.float64)]
+    assert all(a is b for a, b in zip(workers.add_up(t), t, strict=True))
+    assert workers.decide(lambda: object) is object
+    assert not workers.any(False)
+    assert workers.tell(b"x") == b"x"
+    with pytest.raises(ValueError, match="rank"):
+        Workers(2, 2)
+
+
+def failing(workers: Workers) -> str:
+    try:
+        workers.decide(lambda: 1 / 0)
+    except ZeroDivisionError:
+        return "mine"
+    except RuntimeError as error:
+        return str(error)
+    return "?"
+
+
+def exchanged(workers: Workers) -> tuple[list, list, bytes, bool]:
+    tensors = [torch.full((2, 3), float(workers.rank + 1)), torch.tensor(workers.rank, dtype=torch.float64), torch.ones(0)]
+    total = [t.tolist() for t in workers.add_up(tensors)]
+    sent = [t.tolist() for t in workers.send(tensors)]
+    return total, sent, workers.tell(b"hello" if workers.first else b""), workers.any(workers.rank == 2)
+
+
+def test_what_workers_say_to_each_other():
+    first, *others = together(3, exchanged)
+    assert first[0] == [[[6.0] * 3] * 2, 3.0, []]
+    assert all(other[0] == [[[0.0] * 3] * 2, 0.0, []] for other in others), "a sum is held once"
+    assert all(each[1:] == ([[[1.0] * 3] * 2, 0.0, []], b"hello", True) for each in (first, *others))
+    assert together(2, failing) == ["mine", "the first worker stopped: ZeroDivisionError: division by zero"]
