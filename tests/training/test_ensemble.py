@@ -282,7 +282,8 @@ def test_other_members_other_noise():
     ("change", "what"),
     [
         ({"views": 2}, "views"), ({"optimizer": "adam"}, "optimizer"), ({"secure": True}, "secure"),
-        ({"clipping": "auto-s"}, "flat"), ({"mechanism": "spectral"}, "diagonal"),
+        ({"clipping": "per-layer"}, "flat"), ({"mechanism": "geodp", "mechanism_options": {"form": "angles"}}, "family"),
+        ({"selective": True}, "selective"), ({"sampling": "importance"}, "sampling"),
     ],
 )  # fmt: skip
 def test_what_an_ensemble_cannot_do_is_refused(change, what):
@@ -345,3 +346,79 @@ def test_the_static_size_balances_padding_and_second_passes():
     assert physical_size(60_000, 64, 1) < physical_size(60_000, 64, 60) <= 112
     assert physical_size(50, 50, 3) == 50
     assert physical_size(60_000, 1, 20) % 8 == 0
+
+
+# -- families -----------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "spectral beside iso": [
+        {"mechanism": "spectral", "mechanism_options": {"ratio": 0.4}}, {"momentum": 0.0},
+        {"mechanism": "spectral", "mechanism_options": {"as_published": True}},
+    ],
+    "gredp": [{"mechanism": "gredp"}, {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}],
+    "auto-s": [{"clipping": "auto-s"}, {"clipping": "auto-s", "max_grad_norm": 0.2, "mechanism": "rep"}],
+    "psac": [{"clipping": "psac"}],
+    "direction": [
+        {"mechanism": "geodp"}, {"mechanism": "geodp", "mechanism_options": {"form": "shrink"}},
+        {"mechanism": "geodp", "mechanism_options": {"magnitude": "scaled"}, "max_grad_norm": 0.05},
+    ],
+    "published": [{"mechanism": "geodp", "mechanism_options": {"as_published": True, "beta": 0.3}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_noise_every_family_is_its_session(family):
+    data = toy()
+    base = dataclasses.replace(CONFIG, model="cnn", model_options={"width": 8}, lr=0.2)
+    configs = [dataclasses.replace(base, seed=k, **change) for k, change in enumerate(FAMILIES[family])]
+    ensemble = like_sessions(configs, data, rows=9)
+    ensemble.run()
+    for k, config in enumerate(configs):
+        session = Session(config, data, run_id=f"member-{k}")
+        for _ in range(config.steps):
+            session.step()
+        last = session.model.state_dict()
+        for name, value in ensemble.stack.state_dict(k).items():
+            torch.testing.assert_close(value, last[name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        ({"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}, math.sqrt(0.5)),
+        ({"mechanism": "spectral", "mechanism_options": {"ratio": 0.4}}, None),
+        ({"mechanism": "geodp"}, None),
+    ],
+)
+def test_the_noise_of_a_family_is_that_of_its_mechanism(change, factor):
+    """Empty batches: the covariance of what is released, against the mechanism's own."""
+    config = dataclasses.replace(
+        CONFIG, model="cnn", model_options={"width": 8}, noise_multiplier=2.0, momentum=0.0, lr=1.0, steps=1500, ema=0.0,
+        seed=0, **change,
+    )  # fmt: skip
+    ensemble = Ensemble([config], toy(), draws=[lambda n: [np.zeros(0, dtype=int)] * n])
+    mechanism = ensemble.mechanisms[0]
+    name = next(n for n, s in ensemble.stack.shapes.items() if len(s) == 4)
+    moves = []
+    for _ in range(1500):
+        if change["mechanism"] == "geodp":  # the query before post-processing
+            moves.append(ensemble.family.noise(ensemble.total, ensemble.generator)[0] * ensemble.family.direction_std[0])
+        else:
+            moves.append(ensemble.family.release(torch.zeros_like(ensemble.total), 1.0, ensemble.generator)[0])
+    found = ensemble.stack.split(torch.stack(moves))[name][:, :9].double().T.cov()
+    want = mechanism.covariance(name)[:9, :9]
+    assert float((found - want).abs().max()) < 0.15 * float(want.abs().max())
+    if factor is not None:
+        assert float(found.diagonal().mean().sqrt()) == pytest.approx(2.0 * 0.5 * factor, rel=0.05)
+
+
+def test_families_do_not_mix_and_published_noise_is_not_calibrated():
+    other = dataclasses.replace(CONFIG, mechanism="geodp")
+    with pytest.raises(ConfigError, match="one family"):
+        Ensemble([CONFIG, other], toy())
+    options = {"as_published": "complex"}
+    claimed = dataclasses.replace(
+        CONFIG, mechanism="gredp", mechanism_options=options, epsilon=1.0, noise_multiplier=None
+    )
+    with pytest.raises(ConfigError, match="give noise_multiplier"):
+        Ensemble([claimed], toy())

@@ -85,7 +85,7 @@ def packing(kernels: int, size: int) -> int:
     return next(r for r in range(max(1, min(kernels, PACKED_SIZE // size)), 0, -1) if kernels % r == 0)
 
 
-def _scales(mask: Tensor) -> Tensor:
+def scales(mask: Tensor) -> Tensor:
     """(P + κ²I)^½ on Hartley coordinates."""
     return torch.where(mask, math.sqrt(1 + GUARD**2), GUARD).double()
 
@@ -159,7 +159,7 @@ class Fourier(Geometry):
             pack = packing(g[0].numel() // size, size)
             return g.reshape(g.shape[0], -1, pack * size) @ self._matrix(name, g, "guarded", pack)
         dims = self.dims[name]
-        over = _scales(self.mask[name]).to(g)
+        over = scales(self.mask[name]).to(g)
         shape = [over.shape[dims.index(k - g.ndim)] if k - g.ndim in dims else 1 for k in range(g.ndim)]
         return hartley(g, dims) * over.view(shape)
 
@@ -179,7 +179,7 @@ class Fourier(Geometry):
             mask = self.mask[name]
             units = torch.eye(mask.numel(), dtype=torch.float64).view(-1, *mask.shape)
             h = hartley(units, tuple(range(1, units.ndim))).flatten(1)
-            h = h * _scales(mask).flatten() if kind == "guarded" else h[:, mask.flatten()]
+            h = h * scales(mask).flatten() if kind == "guarded" else h[:, mask.flatten()]
             self._matrices[key] = torch.block_diag(*[h] * pack).to(like)
         return self._matrices[key]
 

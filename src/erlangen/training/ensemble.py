@@ -26,16 +26,7 @@ from torch import Tensor, nn
 from erlangen.accounting import Accountant, noise_multiplier
 from erlangen.data import Dataset, load
 from erlangen.gradients.independence import check_independence
-from erlangen.mechanisms import (
-    Context,
-    Diagonal,
-    GaussianMechanism,
-    Geometry,
-    StreamNoise,
-    make_clipping,
-    make_mechanism,
-)
-from erlangen.mechanisms.clipping import Flat
+from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, make_mechanism
 from erlangen.models import make_model
 from erlangen.private import refuse_module
 from erlangen.sampling import PoissonSampler
@@ -45,9 +36,12 @@ from erlangen.training.metrics import calibration_error
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
 from erlangen.training.session import _device
 from erlangen.training.stacked import Stack
+from erlangen.training.stacked_release import stacked_release
 
 #: options in which members may differ; the rest shapes the computation and must agree
-FREE = ("seed", "mechanism", "mechanism_options", "max_grad_norm", "noise_multiplier", "epsilon", "lr", "delta")
+FREE = (
+    "seed", "mechanism", "mechanism_options", "max_grad_norm", "noise_multiplier", "epsilon", "lr", "momentum", "delta",
+)  # fmt: skip
 #: steps whose batches are drawn at a time
 CHUNK = 256
 
@@ -109,32 +103,28 @@ class Ensemble:
         return PoissonProcess(len(self.dataset), config.batch, Stream("sampling", config.seed, run_id)).draw
 
     def _private(self, model: nn.Module) -> None:
-        """The geometry, bound, noise and event of every member, from its mechanism; M as rows of a matrix [E, d]."""
+        """The geometry, bound, noise and event of every member, from its mechanism."""
         refuse_module(model)
         with torch.no_grad():
             check_independence(model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
         self.mechanisms = [self._mechanism(config, model) for config in self.configs]
         self.releases = 0  # counted before they happen
-        ones = {n: torch.ones(s) for n, s in self.stack.shapes.items()}
-        metrics = [m.geometry.m if isinstance(m.geometry, Diagonal) else ones for m in self.mechanisms]
-        self.metric = torch.stack([self.stack.vector(m) for m in metrics])
-        column = lambda values: torch.tensor(values, dtype=self.stack.flat.dtype, device=self.device)[:, None]  # noqa: E731
-        eps = torch.finfo(self.stack.flat.dtype).eps
-        self.bound = column([m.sensitivity * (1 - 32 * eps) for m in self.mechanisms])
-        self.std = column([m.std for m in self.mechanisms]) * self.metric
-        self.rate = column([c.lr for c in self.configs])
+        self.family = stacked_release(self.mechanisms, self.stack)
+        self.rate = self.family.column([c.lr for c in self.configs])
+        self.momentum = self.family.column([c.momentum for c in self.configs])
 
-    def _mechanism(self, config: TrainConfig, model: nn.Module) -> GaussianMechanism:
+    @property
+    def metric(self) -> Tensor:
+        """The diagonal metric of every member, [E, d]; ones where there is none."""
+        return self.family.metric
+
+    def _mechanism(self, config: TrainConfig, model: nn.Module) -> Mechanism:
         rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
         assert config.noise_multiplier is not None
         context = Context(
             config.noise_multiplier, rule, StreamNoise(config.seed), model, config.batch, config.mechanism_options
         )
         mechanism = make_mechanism(config.mechanism, context)
-        if not isinstance(mechanism, GaussianMechanism) or type(mechanism.geometry) not in (Geometry, Diagonal):
-            raise ConfigError(f"mechanism {config.mechanism!r} has no diagonal geometry; train it with Session")
-        if not isinstance(mechanism.clipping, Flat):
-            raise ConfigError(f"clipping is {config.clipping!r}; an ensemble clips flat, train it with Session")
         mechanism.bind({n: p for n, p in model.named_parameters() if p.requires_grad}, config.batch)
         return mechanism
 
@@ -165,19 +155,13 @@ class Ensemble:
         logits = self.stack(self.x.index_select(0, index))
         gradients = self.stack.backward(logits, self.y.index_select(0, index))
         with torch.no_grad():
-            norms = torch.linalg.vector_norm(gradients / self.metric[:, None], dim=2)
-            drop = ~(present & torch.isfinite(norms))
-            weights = (self.bound / norms).clamp(max=1.0)
-            # not a matrix product: one in reduced precision would round the weights past the bound
-            clipped = (gradients * weights[..., None]).masked_fill_(drop[..., None], 0.0)
-            self.total.add_(clipped.sum(1))
+            self.family.add(gradients, present, self.total)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Noise once, divide by the expected batch size, update weights and averages, forget the sum."""
-        noise = torch.empty_like(self.total).normal_(generator=self.generator)
-        released = self.total.addcmul_(noise, self.std).div_(self.config.batch)
-        self.velocity.mul_(self.config.momentum).add_(released)
+        released = self.family.release(self.total, self.config.batch, self.generator)
+        self.velocity.mul_(self.momentum).add_(released)
         rate = self.rate * self.factor.index_select(0, self.steps_taken.long().view(1))
         self.stack.flat.sub_(rate * self.velocity)
         self.steps_taken.add_(1)
@@ -232,7 +216,8 @@ class Ensemble:
         return part.replay, whole.replay
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
-        state = (self.stack.flat, self.total, self.velocity, self.average, self.steps_taken, self.cursor)
+        own = (self.stack.flat, self.total, self.velocity, self.average, self.steps_taken, self.cursor)
+        state = (*own, *self.family.state.values())
         kept, noise = [t.clone() for t in state], self.generator.get_state()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -308,6 +293,7 @@ class Ensemble:
             "step": self.step_count,
             "tensors": {n: getattr(self, n).clone() for n in ("velocity", "average", "steps_taken")},
             "flat": self.stack.flat.clone(),
+            "family": {n: t.clone() for n, t in self.family.state.items()},
             "noise": self.generator.get_state(),
             "releases": self.releases,
         }
@@ -317,6 +303,8 @@ class Ensemble:
         for name, value in state["tensors"].items():
             getattr(self, name).copy_(value)
         self.stack.flat.copy_(state["flat"])
+        for name, value in state["family"].items():
+            self.family.state[name].copy_(value)
         self.generator.set_state(state["noise"])
         self.releases = int(state["releases"])
         self.batches.skip_to(self.step_count)
@@ -328,6 +316,8 @@ def _settled(config: TrainConfig, records: int) -> TrainConfig:
     if config.noise_multiplier is None:
         assert config.epsilon is not None
         assert config.delta is not None
+        if config.mechanism_options.get("as_published"):
+            raise ConfigError("an ensemble does not calibrate published mechanisms: give noise_multiplier")
         sigma = noise_multiplier(config.epsilon, config.delta, config.batch / records, config.steps)
         config = dataclasses.replace(config, noise_multiplier=sigma, epsilon=None)
     return config
@@ -343,6 +333,7 @@ def _common(configs: Sequence[TrainConfig]) -> TrainConfig:
     config = configs[0]
     for name, only in (
         ("views", 1), ("augment", "none"), ("unit", None), ("secure", False), ("optimizer", "sgd"), ("weight_decay", 0.0),
+        ("sampling", "poisson"), ("selective", False), ("denoise", "none"),
     ):  # fmt: skip
         if getattr(config, name) != only:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; an ensemble has {only!r} only, train it with Session")

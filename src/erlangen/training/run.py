@@ -280,7 +280,9 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
         sample_rate=session.sampler.sample_rate,
         unit=session.units.name,
         mechanism=mechanism.name,
-        reason=mechanism.unsound or session.sampler.unsound or ("no noise is added (σ = 0)" if mechanism.noise_multiplier == 0 else None),
+        reason=mechanism.unsound
+        or session.sampler.unsound
+        or ("no noise is added (σ = 0)" if mechanism.noise_multiplier == 0 else None),
     )
     ledger.limit = last - session.step_count
     session.training.before_release.append(

@@ -101,6 +101,10 @@ class Stack:
         """Let the layers read their parameters from another matrix [E, d] (an average, say)."""
         self.parameters = {n: flat[:, s].unflatten(1, self.shapes[n]) for n, s in self._slices.items()}
 
+    def split(self, values: Tensor) -> dict[str, Tensor]:
+        """Views [..., d_k] of values [..., d], by parameter."""
+        return {n: values[..., s] for n, s in self._slices.items()}
+
     def vector(self, values: Mapping[str, Tensor]) -> Tensor:
         """Tensors by parameter name as one vector [d], in the order of ``flat``."""
         return torch.cat([values[n].detach().flatten() for n in self.shapes]).to(self.flat)

@@ -1,0 +1,239 @@
+"""Clip, sum and noise for all members of an ensemble at once: one class per family of mechanisms.
+
+Each is its mechanism, batched over members: `add` gives every row a weight and adds the weighted gradients to ``total``
+[E, d]; `release` adds noise once and returns what is stepped with. No call asks the device for a value, so that both can
+be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from erlangen.gradients.pieces import exact_float32
+from erlangen.mechanisms import (
+    Diagonal,
+    Direction,
+    Fourier,
+    GaussianMechanism,
+    Geometry,
+    Mechanism,
+    PublishedGeoDP,
+    PublishedGReDP,
+    Shrink,
+)
+from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat
+from erlangen.mechanisms.frequency import hartley, scales
+from erlangen.mechanisms.geodp import SHORTEST
+from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
+from erlangen.training.config import ConfigError
+
+if TYPE_CHECKING:
+    from erlangen.training.stacked import Stack
+
+
+class StackedRelease(ABC):
+    """What the members release. ``state`` are the tensors that change from step to step."""
+
+    def __init__(self, mechanisms: Sequence[Mechanism], stack: Stack) -> None:
+        self.mechanisms, self.stack = list(mechanisms), stack
+        self.state: dict[str, Tensor] = {}
+        rules = [m.clipping for m in mechanisms]  # type: ignore[attr-defined]
+        if len({type(rule) for rule in rules}) > 1 or not isinstance(rules[0], (Flat, AutoS, PSAC)):
+            raise ConfigError("the members of an ensemble clip alike: all flat, all auto-s or all psac; else use Session")
+        self.rule: ClippingRule = rules[0]
+        self.bound = self.column([rule.safe_bound(stack.flat) for rule in rules])
+        self.metric = torch.ones_like(stack.flat)
+
+    def column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.stack.flat.dtype, device=self.stack.flat.device)[:, None]
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """The clipping rule on norms [E, P]."""
+        if isinstance(self.rule, AutoS):
+            return self.bound / (norms + self.rule.gamma)
+        if isinstance(self.rule, PSAC):
+            return self.bound / (norms + self.rule.r / (norms + self.rule.r))
+        return (self.bound / norms).clamp(max=1.0)
+
+    def norms(self, gradients: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(gradients, dim=2)
+
+    def add(self, gradients: Tensor, present: Tensor, total: Tensor) -> None:
+        """Rows [E, P, d] that are ``present`` [E, P]; one that is not finite contributes exactly zero."""
+        norms = self.norms(gradients)
+        drop = ~(present & torch.isfinite(norms))
+        weights = self.row_weights(norms, drop)
+        # not a matrix product: one in reduced precision would round the weights past the bound
+        clipped = (gradients * weights[..., None]).masked_fill_(drop[..., None], 0.0)
+        total.add_(clipped.sum(1))
+
+    def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
+        return self.weights(norms)
+
+    @abstractmethod
+    def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
+        """The private mean gradients [E, d]; ``total`` may be overwritten."""
+
+    def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.empty_like(like).normal_(generator=generator)
+
+
+class StackedGaussian(StackedRelease):
+    """Identity, diagonal and Fourier geometries, and GReDP's complex noise with one clip (white, σC/√2)."""
+
+    def __init__(self, mechanisms: Sequence[GaussianMechanism], stack: Stack) -> None:
+        super().__init__(mechanisms, stack)
+        ones = {n: torch.ones(s) for n, s in stack.shapes.items()}
+        metrics = [m.geometry.m if isinstance(m.geometry, Diagonal) else ones for m in mechanisms]
+        self.metric = torch.stack([stack.vector(m) for m in metrics])
+        self.plain = all(type(m.geometry) is Geometry for m in mechanisms)
+        self.std = self.column([_white_std(m) for m in mechanisms]) * self.metric
+        self.frames = {} if all(_unfiltered(m) for m in mechanisms) else self._frames(mechanisms)
+
+    def _frames(self, mechanisms: Sequence[GaussianMechanism]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Per filtered kernel, for every member: the guarded norm's matrix and the projector, [E, K, K]."""
+        frames = {}
+        for name in self.stack.shapes:
+            sizes = {m.geometry.mask[name].shape for m in mechanisms if isinstance(m.geometry, Fourier)}
+            size = max((s.numel() for s in sizes), default=1)
+            if size > 1:
+                pairs = [_matrices(m, name, size) for m in mechanisms]
+                norm, project = (torch.stack(part).to(self.stack.flat) for part in zip(*pairs, strict=True))
+                frames[name] = (norm, project)
+        return frames
+
+    def norms(self, gradients: Tensor) -> Tensor:
+        if not self.frames:
+            return torch.linalg.vector_norm(gradients if self.plain else gradients / self.metric[:, None], dim=2)
+        whitened = gradients if self.plain else gradients / self.metric[:, None]
+        squared = torch.zeros_like(gradients[..., 0])
+        with exact_float32():
+            for name, part in self.stack.split(whitened).items():
+                if name in self.frames:
+                    matrix = self.frames[name][0]
+                    rows = part.reshape(part.shape[0], -1, matrix.shape[1])
+                    part = (rows @ matrix).view(part.shape)
+                squared += part.square().sum(2)
+        return squared.sqrt()
+
+    def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
+        noisy = total.addcmul_(self.noise(total, generator), self.std)
+        with exact_float32():
+            for name, (_, project) in self.frames.items():
+                part = self.stack.split(noisy)[name]
+                part.copy_((part.reshape(part.shape[0], -1, project.shape[1]) @ project).view(part.shape))
+        return noisy.div_(batch)
+
+
+def _white_std(mechanism: GaussianMechanism) -> float:
+    """The noise of every coordinate of the sum before geometry."""
+    if isinstance(mechanism, PublishedGReDP):
+        a, b = mechanism.split
+        return mechanism.std * math.sqrt((a * a + b * b) * mechanism.repeats / 2)
+    return mechanism.std
+
+
+def _unfiltered(mechanism: GaussianMechanism) -> bool:
+    g = mechanism.geometry
+    return not isinstance(g, Fourier) or all(bool(mask.all()) for mask in g.mask.values())
+
+
+def _matrices(mechanism: GaussianMechanism, name: str, size: int) -> tuple[Tensor, Tensor]:
+    """(norm, projector) of one kernel, acting from the right; the identity where nothing is filtered."""
+    identity, g = torch.eye(size, dtype=torch.float64), mechanism.geometry
+    if not isinstance(g, Fourier) or bool(g.mask[name].all()):
+        return identity, identity
+    mask = g.mask[name]
+    h = hartley(identity.view(-1, *mask.shape), tuple(range(1, mask.ndim + 1))).flatten(1)
+    kept = h[:, mask.flatten()]
+    return (identity if g.order == "clip-first" else h * scales(mask).flatten()), kept @ kept.T
+
+
+class StackedDirection(StackedRelease):
+    """GeoDP's `direction` and `shrink`: normalised rows and the sum of their clipped norms."""
+
+    def __init__(self, mechanisms: Sequence[Direction], stack: Stack) -> None:
+        super().__init__(mechanisms, stack)
+        flat = stack.flat
+        self.direction_std = self.column([m.direction_std for m in mechanisms])
+        self.magnitude_std = self.column([m.magnitude_std for m in mechanisms])
+        self.limit = self.column([m.clipping.bound for m in mechanisms])
+        self.scaled = self.column([float(m.magnitude == "scaled") for m in mechanisms])
+        self.shrinks = self.column([float(isinstance(m, Shrink)) for m in mechanisms])
+        self.unit = mechanisms[0].clipping.safe_bound(flat, 1.0)
+        self.state = {"magnitude": torch.zeros_like(flat[:, :1]), "reference": torch.zeros_like(flat)}
+
+    def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
+        reported = torch.minimum(self.weights(norms).nan_to_num(0.0, 0.0, 0.0) * norms, self.limit)
+        self.state["magnitude"].add_(torch.where(drop, 0.0, reported).sum(1, keepdim=True))
+        return torch.where(norms > SHORTEST, self.unit / norms, 0.0)
+
+    def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
+        u = total.addcmul_(self.noise(total, generator), self.direction_std)
+        magnitude, reference = self.state["magnitude"], self.state["reference"]
+        m = (magnitude + self.noise(magnitude, generator) * self.magnitude_std).clamp_(min=0.0)
+        u = torch.lerp(u, self._shrunk(u, reference), self.shrinks)
+        length = torch.linalg.vector_norm(u, dim=1, keepdim=True)
+        inverse = torch.where(length > 0, 1.0 / length, 0.0)
+        reference.copy_(u * inverse)
+        magnitude.zero_()
+        factor = m * inverse * torch.lerp(torch.ones_like(length), length / batch, self.scaled)
+        return u * (factor / batch)
+
+    def _shrunk(self, u: Tensor, reference: Tensor) -> Tensor:
+        """James–Stein towards the last direction; u itself where there is none yet."""
+        along = (u * reference).sum(1, keepdim=True)
+        orthogonal = (u.square().sum(1, keepdim=True) - along.square()).clamp(min=0.0)
+        keep = (1.0 - (u.shape[1] - 1) * self.direction_std.square() / orthogonal).clamp(min=0.0)
+        known = reference.any(1, keepdim=True)
+        return torch.where(known, keep * u + (1.0 - keep) * along * reference, u)
+
+
+class StackedPublishedGeoDP(StackedRelease):
+    """GeoDP as published: noise on the angles and the length of the average. No guarantee."""
+
+    def __init__(self, mechanisms: Sequence[PublishedGeoDP], stack: Stack) -> None:
+        super().__init__(mechanisms, stack)
+        d = stack.flat.shape[1]
+        self.spread = self.column([m.noise_multiplier * m.beta * math.pi * math.sqrt(d + 2) for m in mechanisms])
+        self.length_std = self.column([m.noise_multiplier * m.clipping.sensitivity for m in mechanisms])
+
+    def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
+        radius, phi = to_spherical(total / batch)
+        phi = phi.addcmul(self.noise(phi, generator), self.spread / batch)
+        radius = radius + self.noise(radius, generator) * self.length_std[:, 0] / batch
+        return from_spherical(radius, phi)
+
+
+def stacked_release(mechanisms: Sequence[Mechanism], stack: Stack) -> StackedRelease:
+    """The batched form of mechanisms of one family; ConfigError where there is none."""
+    first = mechanisms[0]
+    for kind, build in (
+        (PublishedGeoDP, StackedPublishedGeoDP), (Direction, StackedDirection), (GaussianMechanism, StackedGaussian),
+    ):  # fmt: skip
+        if isinstance(first, kind):
+            if all(isinstance(m, kind) and _stackable(m) for m in mechanisms):
+                return build(mechanisms, stack)  # type: ignore[abstract, arg-type]
+            break
+    names = sorted({f"{m.name} ({type(m).__name__})" for m in mechanisms})
+    raise ConfigError(
+        f"{', '.join(names)} cannot share an ensemble: members are of one family (diagonal or Fourier geometries, GeoDP's "
+        "direction and shrink, or GeoDP as published); train others with Session"
+    )
+
+
+def _stackable(mechanism: Mechanism) -> bool:
+    if isinstance(mechanism, Direction):
+        return type(mechanism) in (Direction, Shrink)
+    if isinstance(mechanism, PublishedGReDP) and mechanism.split[0] != mechanism.split[1]:
+        return False
+    return isinstance(mechanism, GaussianMechanism) and type(mechanism.geometry) in (Geometry, Diagonal, Fourier)
+
+
+__all__ = ["StackedRelease", "stacked_release"]
