@@ -192,3 +192,17 @@ _add(
     ],
     "The paper's numbers beside it are those of its own network.", seeds=3,
 )  # fmt: skip
+_TRIAL: dict[str, Any] = {"noise_multiplier": 5.0, "steps": 180}
+_add(
+    "eq-tuned-trials", "our recipe, choices", "What the recipe's choices are worth: 180 steps at σ = 5 (ε = 1.95 by RDP)", CIFAR,
+    [
+        Cell("as eq-tuned", cifar(8, "eq-resnet9-tuned", **_TRIAL)),
+        Cell("7 norm groups", cifar(8, "eq-resnet9-tuned", model_options={"norm_groups": 7}, **_TRIAL)),
+        Cell("rate 3", cifar(8, "eq-resnet9-tuned", lr=3.0, **_TRIAL)),
+        Cell(
+            "7 norm groups, rate 3", cifar(8, "eq-resnet9-tuned", lr=3.0, model_options={"norm_groups": 7}, **_TRIAL)
+        ),
+        Cell("pixels from −1 to 1", cifar(8, "eq-resnet9-tuned", model_options={"input_scale": 1.0}, **_TRIAL)),
+    ],
+    "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3,
+)  # fmt: skip

@@ -114,6 +114,7 @@ class EquivariantClassifier(nn.Module):
     """Equivariant features, pooling over space (and over the group with ``invariant=True``), and a linear head.
 
     The head sees every channel unless ``invariant``: then the logits do not change when the image is transformed.
+    Images are multiplied by ``input_scale``, a constant, never a statistic of the data.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class EquivariantClassifier(nn.Module):
         head_pool: str = "max",
         head_size: int = 1,
         invariant: bool = False,
+        input_scale: float = 1.0,
     ) -> None:
         super().__init__()
         if head_pool not in ("max", "avg"):
             raise ValueError(f"unknown head pooling {head_pool!r}; use 'max' or 'avg'")
-        self.features = features
+        self.features, self.input_scale = features, input_scale
         self.in_type, self.out_type = features.in_type, features.out_type
         finite = self.out_type.group.is_finite
         self.group_pool = GroupPool(self.out_type, "max" if finite else "norm") if invariant else nn.Identity()
@@ -138,6 +140,7 @@ class EquivariantClassifier(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.input_scale == 1.0 else x * self.input_scale
         return self.head(torch.flatten(self.pool(self.group_pool(self.features(x))), 1))
 
     def check_equivariance(
@@ -171,6 +174,7 @@ def equivariant_resnet9(
     norm_groups: int | None = None,
     per_element: bool = False,
     frequency: int = 3,
+    input_scale: float = 1.0,
 ) -> EquivariantClassifier:
     """Equivariant-ResNet-9; the defaults are the paper's network (D4, layout (16, 32, 64), 254 thousand parameters).
 
@@ -204,8 +208,9 @@ def equivariant_resnet9(
     else:
         layers += [style.block(third, third, pool=True), residual(third, third)]
     return EquivariantClassifier(
-        EquivariantSequential(*layers), num_classes, head_pool=head_pool, head_size=head_size, invariant=invariant
-    )
+        EquivariantSequential(*layers), num_classes, head_pool=head_pool, head_size=head_size, invariant=invariant,
+        input_scale=input_scale,
+    )  # fmt: skip
 
 
 def _default_counts(group: Group, layout: tuple[int, int, int], frequency: int) -> tuple[int, int, int]:
@@ -217,15 +222,18 @@ def _default_counts(group: Group, layout: tuple[int, int, int], frequency: int) 
     return first, second, third
 
 
-def d4_resnet9_tuned(num_classes: int = 10, in_channels: int = 3) -> EquivariantClassifier:
+def d4_resnet9_tuned(
+    num_classes: int = 10, in_channels: int = 3, *, norm_groups: int | None = None, input_scale: float = 2.0
+) -> EquivariantClassifier:
     """The variant that did best in our trials: exact D4 group convolutions, (7, 14, 28) fields, 242 413 parameters.
 
-    Against the paper's: ScaleNorm after the residual sums, no restriction, and a head on all channels of a 2×2 average
-    pool.
+    Against the paper's: ScaleNorm after the residual sums, no restriction, a head on all channels of a 2×2 average pool,
+    and pixels from −2 to 2, which gives natural images a standard deviation near 1. ``norm_groups=7`` pools the
+    statistics of one, two and four fields in the three widths.
     """
     return equivariant_resnet9(
         num_classes, in_channels, group="D4", field_counts=(7, 14, 28), restriction=False, scale_norm=True,
-        head_pool="avg", head_size=2, basis="pixel",
+        head_pool="avg", head_size=2, basis="pixel", norm_groups=norm_groups, input_scale=input_scale,
     )  # fmt: skip
 
 
