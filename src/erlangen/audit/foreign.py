@@ -61,7 +61,12 @@ def imported(path: str) -> Callable[..., Any]:
     module, colon, name = path.partition(":")
     if not colon or not name:
         raise ValueError(f"{path!r} does not name a function; write package.module:function")
-    found = getattr(importlib.import_module(module), name, None)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever the module does when it is imported
+        raise ValueError(
+            f"{module} cannot be imported: {type(error).__name__}: {error}; put its folder on PYTHONPATH, or correct the name"
+        ) from error
     if not callable(found):
         raise ValueError(f"{module} has no function {name!r}")
     return found

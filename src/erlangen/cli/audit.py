@@ -65,6 +65,9 @@ def mechanism(
     as_json: bool = JSON,
 ) -> None:
     """Monte Carlo on one release: worst-case neighbours, Clopper–Pearson and Gaussian-DP lower bounds."""
+    _check_numbers(confidence, delta, trials=(trials, 1), d=(d, 1))
+    if batch <= 0 or (bound is not None and bound <= 0):
+        raise typer.BadParameter(f"batch is {batch} and bound is {bound}; both must be above 0")
     options: dict[str, Any] = dict(_assignment(text) for text in set_)
     if as_published is not None:
         options["as_published"] = True if as_published == FLAG else as_published
@@ -117,6 +120,9 @@ def run(
     """Replay a run with canaries in it: white-box, one-run and black-box bounds. Stored in RUN/audit.json."""
     from erlangen.audit import runs
 
+    _check_numbers(confidence, delta, canaries=(canaries, 1), records=(records, 0))
+    if ":" not in subject and not Path(subject).is_dir():
+        raise typer.BadParameter(f"{subject} is no run folder; give the folder that training wrote, or package.module:train")
     with _bar("replaying the run", as_json) as tick:
         if ":" in subject and not Path(subject).exists():
             if claim_epsilon is None:
@@ -165,6 +171,17 @@ def everything(
         out.write_text(text)
     typer.echo(json.dumps(result, allow_nan=False) if as_json else text)
     raise typer.Exit(EXIT[result["verdict"]])
+
+
+def _check_numbers(confidence: float, delta: float, **counts: tuple[int | None, int]) -> None:
+    """Refuse what no audit could work with, before anything is built."""
+    if not 0.5 <= confidence < 1:
+        raise typer.BadParameter(f"confidence is {confidence}; give a number from 0.5 to below 1, e.g. 0.999")
+    if not 0 <= delta < 1:
+        raise typer.BadParameter(f"delta is {delta}; give 0 ≤ δ < 1")
+    for name, (value, least) in counts.items():
+        if value is not None and value < least:
+            raise typer.BadParameter(f"{name} is {value}; give at least {least}")
 
 
 # --- printing --------------------------------------------------------------------------------------------------------

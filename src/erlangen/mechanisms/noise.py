@@ -87,7 +87,7 @@ class SecureNoise(NoiseSource):
     def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
         if value.numel() == 0:
             return value
-        spread = torch.as_tensor(std, dtype=torch.float64).expand(value.shape)
+        spread = torch.as_tensor(std, dtype=torch.float64, device="cpu").expand(value.shape)
         step = torch.where(spread > 0, _power_of_two(spread * GRID), 1.0)
         exact = value.detach().to("cpu", torch.float64)
         noisy = torch.round(exact / step) * step + torch.round(secure_normal(value.shape) * spread / step) * step
