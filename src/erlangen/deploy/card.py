@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from erlangen.data import Dataset, datasets, load
+from erlangen.data.base import renormalised
 from erlangen.data.preprocessing import DataError, Preprocessing
 
 if TYPE_CHECKING:
@@ -42,15 +46,31 @@ class ModelCard:
         """A name for every class: the folder's, or the number."""
         return self.class_names or tuple(str(k) for k in range(self.classes))
 
-    def data_options(self) -> dict[str, Any]:
-        """Options with which `erlangen.data.load` reads other records as this model's own were read."""
+    def load(self, source: str | Path) -> Dataset:
+        """Other records, read as this model's own were: size, colours, constants, and classes by their names.
+
+        Floats are taken as they are: only their owner knows how they were scaled.
+        """
         prep = self.preprocessing
-        if prep is None or prep.kind != "image":
-            return {}
-        constants = "/".join(",".join(map(repr, part)) for part in (prep.mean, prep.std))
-        size = {"image_size": [prep.height, prep.width]} if prep.resize else {}
-        white = {} if prep.white is None else {"white": prep.white}
-        return {"normalise": constants, "channels": "grey" if prep.channels == 1 else "rgb", **size, **white}
+        options: dict[str, Any] = {}
+        if prep is not None and prep.kind == "image" and str(source) not in datasets():
+            options = {"channels": "grey" if prep.channels == 1 else "rgb", "white": prep.white}
+            options |= {"image_size": [prep.height, prep.width]} if prep.resize else {}
+        data = load(source, **options)
+        if prep is not None and data.preprocessing is not None and data.preprocessing.kind == prep.kind == "image":
+            data = renormalised(data, prep.mean, prep.std)
+        return self._renumbered(data, source)
+
+    def _renumbered(self, data: Dataset, source: str | Path) -> Dataset:
+        """Folders number their classes by name, so a missing folder would shift the others."""
+        if not self.class_names or not data.class_names or data.class_names == self.class_names:
+            return data
+        strange = [name for name in data.class_names if name not in self.class_names]
+        if strange:
+            known = ", ".join(self.class_names[:10])
+            raise DataError(f"{source} has the class {strange[0]!r}, which the model does not know; it knows {known}")
+        place = np.array([self.class_names.index(name) for name in data.class_names])
+        return dataclasses.replace(data, y_train=place[data.y_train], classes=self.classes, class_names=self.class_names)
 
     def save(self, folder: Path) -> None:
         from erlangen.training.checkpoint import write_atomically

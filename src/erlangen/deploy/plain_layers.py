@@ -34,6 +34,9 @@ def members(field_of: Tensor, fields: int) -> Tensor:
 class Normalise(nn.Module):
     """(pixel − mean)/std."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
@@ -121,6 +124,11 @@ class AddBias(nn.Module):
 
 class Reflect(nn.Module):
     """`Householder`, with its cosines and sines computed once."""
+
+    half_cos: Tensor
+    half_sin: Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, layer: Householder) -> None:
         super().__init__()

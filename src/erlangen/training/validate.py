@@ -20,6 +20,7 @@ from torch import nn
 from erlangen.accounting import epsilon, metrics
 from erlangen.accounting.ledger import Ledger, Release
 from erlangen.data import Dataset, load
+from erlangen.deploy.card import ModelCard
 from erlangen.models import make_model
 from erlangen.training.config import ConfigError, TrainConfig
 
@@ -53,7 +54,7 @@ def validate(
     summary = folder / "summary.json"
     if not summary.is_file():
         raise ConfigError(f"{folder} holds no finished run: there is no summary.json")
-    data, classes = load(source), int(json.loads(summary.read_text())["data"]["classes"])
+    data, classes = _records(folder, source), int(json.loads(summary.read_text())["data"]["classes"])
     if data.classes > classes:
         raise ConfigError(f"{source} has labels up to {data.classes - 1}, but the model knows {classes} classes")
     delta = delta if delta is not None else min(1e-5, 0.1 / len(data))
@@ -75,6 +76,11 @@ def validate(
         "delta": delta,
         "releases": sum(count for _, count in pairs),
     }
+
+
+def _records(folder: Path, source: str | Path) -> Dataset:
+    """The validation records, read as the run's own were."""
+    return ModelCard.read(folder).load(source) if (folder / "model.json").is_file() else load(source)
 
 
 @torch.no_grad()
