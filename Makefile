@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) torch
-	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[report,sign,test,dev]"
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[report,export,sign,test,dev]"
 	touch $(READY)
 
 demo: $(READY)
