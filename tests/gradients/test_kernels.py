@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: the kernels canno
 from erlangen.gradients import RowMap, Tape, attach, detach, kernels
 from erlangen.gradients.joined import join, runs
 from erlangen.gradients.kernels import conv_gradient as convs
-from erlangen.gradients.kernels import im2col, norm_act, row_sum, tied_sum
+from erlangen.gradients.kernels import im2col, moments, norm_act, row_sum, tied_sum
 from erlangen.mechanisms import GaussianMechanism
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +86,8 @@ def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views,
     x = channels_last(2 * views, channels, size, size + 1)
     out = [(s + 2 * p - e * (k - 1) - 1) // t + 1 for s, p, e, k, t in zip(x.shape[2:], padding, dilation, kernel, stride)]
     d = channels_last(2 * views, outputs, *out)
-    found = convs.conv_gradient(x, d, views, kernel, stride, padding, dilation)
+    found, norms = convs.conv_gradient(x, d, views, kernel, stride, padding, dilation)
+    close(norms, found.float().square().sum((1, 2, 3)), 1e-5)
     wanted = convs.reference(x.double(), d.double(), views, kernel, stride, padding, dilation)
     close(found, wanted, 1e-2 if DEVICE == "cuda" else 1e-5)  # on the GPU the matrix units round float32 operands
 
@@ -105,6 +106,14 @@ def test_tied_sum_is_its_twin(scaled, jacobian):
     found = tied_sum.tied_sum(kernels, source, scale, vectors if jacobian else None)
     for f, w in zip(found, tied_sum.reference(kernels, source, scale, vectors if jacobian else None), strict=True):
         close(f, w, 1e-5)
+
+
+@pytest.mark.parametrize("length", [9, 1100])
+def test_moments_are_their_twins(length):
+    torch.manual_seed(8)
+    g, w = torch.randn(3, 5, length, device=DEVICE).bfloat16(), torch.randn(5, length, device=DEVICE)
+    for f, r in zip(moments.moments(g, w), moments.reference(g, w), strict=True):
+        close(f, r, 1e-5)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3), (37, 700), (130, 1025)])
@@ -159,7 +168,13 @@ def networks():
             nn.Conv2d(16, 32, 3, 2, padding=1), nn.Mish(), nn.GroupNorm(8, 32), nn.Flatten(), nn.Linear(512, 4),
         )  # fmt: skip
 
-    return {"plain": plain, "D4 by pixels": lambda: d4("pixel"), "D4 band-limited": lambda: d4("steerable")}
+    def standardised() -> nn.Module:
+        from erlangen.models.resnet import convolution
+
+        first, second = (convolution(a, b, 3, bias=True, standardise=True) for a, b in ((3, 16), (16, 16)))
+        return nn.Sequential(first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 256, 4))
+
+    return {"plain": plain, "standardised": standardised, "D4 by pixels": lambda: d4("pixel"), "D4 band-limited": lambda: d4("steerable")}
 
 
 def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool):
@@ -175,7 +190,7 @@ def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool)
     return tape.gradients()
 
 
-@pytest.mark.parametrize("name", ["plain", "D4 by pixels", "D4 band-limited"])
+@pytest.mark.parametrize("name", ["plain", "standardised", "D4 by pixels", "D4 band-limited"])
 def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, monkeypatch, name):
     """The whole fast path in 16 bits: every owner's gradient near the exact one, norms those of what is summed."""
     torch.manual_seed(5)

@@ -133,10 +133,10 @@ class Piece:
 
 
 class Dense(Piece):
-    """Gradients that exist as a tensor [n, *shape]."""
+    """Gradients that exist as a tensor [n, *shape], with their squared norms where those are known already."""
 
-    def __init__(self, g: Tensor):
-        self.g = g
+    def __init__(self, g: Tensor, norms: Tensor | None = None):
+        self.g, self.norms = g, norms
 
     @property
     def count(self) -> int:
@@ -148,6 +148,9 @@ class Dense(Piece):
 
     def dense(self) -> Tensor:
         return self.g
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        return self.norms if weight is None and self.norms is not None else super().norms_squared(weight)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         strides = self.g.stride()  # in memory's own order: no copy

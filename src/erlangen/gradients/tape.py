@@ -64,12 +64,17 @@ class PerSampleGradients:
     def norms_squared(self, metric: Metric = euclidean) -> dict[str, Tensor]:
         """Per parameter, ‖T g_i‖² for each owner, T the metric's coordinates."""
         with exact_float32():
-            return {name: piece.norms_squared(metric(name)) * self._factor**2 for name, piece in self._pieces.items()}
+            squared = {name: piece.norms_squared(metric(name)) for name, piece in self._pieces.items()}
+        if self._factor == 1.0 or not squared:
+            return squared
+        scaled = torch._foreach_mul(list(squared.values()), self._factor**2)
+        return dict(zip(squared, scaled, strict=True))
 
     def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per parameter, Σ_i w_i g_i of the raw gradients."""
+        scaled = {id(w): w * self._factor for w in weights.values()}  # one tensor serves a whole clipping group
         with exact_float32():
-            return {name: piece.weighted_sum(weights[name] * self._factor) for name, piece in self._pieces.items()}
+            return {name: piece.weighted_sum(scaled[id(weights[name])]) for name, piece in self._pieces.items()}
 
     def dense(self, name: str) -> Tensor:
         return self._pieces[name].dense() * self._factor

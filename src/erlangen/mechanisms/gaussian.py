@@ -89,9 +89,9 @@ class GaussianMechanism(Mechanism):
         weights = self.clipping.weights(norms)
         if gradients.valid is not None:
             weights = torch.where(gradients.valid, weights, 0.0)
-        by_name = {name: weights[k] for k, group in enumerate(groups) for name in group}
-        for name, total in gradients.weighted_sum(by_name).items():
-            self._sum[name] += total
+        by_name = {name: w for w, group in zip(weights, groups, strict=True) for name in group}
+        totals = gradients.weighted_sum(by_name)
+        torch._foreach_add_([self._sum[name] for name in totals], list(totals.values()))
         self._ask(norms, gradients.valid)
 
     def _ask(self, norms: Tensor, valid: Tensor | None) -> None:
@@ -146,7 +146,7 @@ def finite(
     served without a copy where sums do not read such owners.
     """
     zero = next(iter(squared.values())).new_zeros(gradients.owners)
-    total = torch.stack([sum((squared[n].to(zero) for n in group), zero) for group in groups])
+    total = torch.stack([torch.stack([zero, *(squared[n].to(zero) for n in group)]).sum(0) for group in groups])
     bad = ~torch.isfinite(total).all(0)
     if sums_only and gradients.guarded:  # without asking the device whether there are any
         return gradients.only(~bad), torch.where(bad, 0.0, total).sqrt()

@@ -56,7 +56,7 @@ class _Conv2d(torch.autograd.Function):
                 d, x, weight, None, ones, list(ctx.padding), ones, False, zeros, 1, (False, True, False)
             )[1]
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            db = d.float().sum((0, 2, 3)).to(d.dtype)
+            db = d.sum((0, 2, 3), dtype=torch.float32).to(d.dtype)
         return dx, dw, db, None
 
 

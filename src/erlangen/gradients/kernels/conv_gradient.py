@@ -3,7 +3,8 @@
     g[i, o, t, c] = Σ over the views v and output pixels p of owner i of  d[i, v, p, o] · x[i, v, p·stride + t·dilation − pad, c]
 
 One program forms one tile of (o, c) for one tap and owner: a matrix product over the owner's pixels whose operands are
-read where they lie (channels-last). Sums are float32; the result is rounded once, to the type of the cotangent.
+read where they lie (channels-last). Sums are float32; the result is rounded once, to the type of the cotangent, and the
+squared norms are those of the rounded values: what is measured is what will be summed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
+    def _energy(t):
+        """Σ t² of what was stored, entries outside the tile being zero."""
+        v = t.to(tl.float32)
+        return tl.sum(tl.sum(v * v, 1), 0)
+
+    @triton.jit
     def _gradient(
-        x, d, out, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, C: tl.constexpr,
+        x, d, out, norms, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, C: tl.constexpr,
         O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
         PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, VIEWS: tl.constexpr, TILE_O: tl.constexpr,
         BLOCK_O: tl.constexpr, TILE_C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
@@ -78,9 +85,13 @@ if HAS_TRITON:
                 a0 = tl.dot(turned, x0, a0)
                 a1 = tl.dot(turned, x1, a1)
                 a2 = tl.dot(turned, x2, a2)
-            tl.store(target + tap * KW * C, a0.to(out.dtype.element_ty), mask=both)
-            tl.store(target + (tap * KW + 1) * C, a1.to(out.dtype.element_ty), mask=both)
-            tl.store(target + (tap * KW + 2) * C, a2.to(out.dtype.element_ty), mask=both)
+            r0 = a0.to(out.dtype.element_ty)
+            r1 = a1.to(out.dtype.element_ty)
+            r2 = a2.to(out.dtype.element_ty)
+            tl.store(target + tap * KW * C, r0, mask=both)
+            tl.store(target + (tap * KW + 1) * C, r1, mask=both)
+            tl.store(target + (tap * KW + 2) * C, r2, mask=both)
+            energy = _energy(r0) + _energy(r1) + _energy(r2)
         else:
             total = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
             for start in range(0, tokens, BLOCK):
@@ -93,7 +104,10 @@ if HAS_TRITON:
                 dv = tl.load(left + t[:, None] * O + o[None, :], mask=here[:, None] & in_o[None, :], other=0.0)
                 xv = tl.load(base, mask=here_x[:, None] & in_c[None, :], other=0.0)
                 total = tl.dot(tl.trans(dv), xv, total)
-            tl.store(target + tap * C, total.to(out.dtype.element_ty), mask=both)
+            rounded = total.to(out.dtype.element_ty)
+            tl.store(target + tap * C, rounded, mask=both)
+            energy = _energy(rounded)
+        tl.store(norms + owner * tl.num_programs(0) + tl.program_id(0), energy)
 
 
 def _tile(channels: int, most: int = 128) -> Pair:
@@ -109,8 +123,8 @@ def worth_it(tokens: int, channels: int, outputs: int) -> bool:
 
 def conv_gradient(
     x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
-    """[n, O, taps, C] from channels-last x [n·views, C, H, W] and d [n·views, O, H', W']."""
+) -> tuple[Tensor, Tensor]:
+    """([n, O, taps, C], its squared norms [n]) from channels-last x [n·views, C, H, W] and d [n·views, O, H', W']."""
     (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
     owners, taps = rows // views, kernel[0] * kernel[1]
     x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
@@ -121,9 +135,10 @@ def conv_gradient(
     block = 32 if by_row or out_height * out_width <= 64 else 64
     stages, warps = (5, 4) if by_row else (4, 8) if block == 32 else (3, 4)
     grid = ((kernel[0] if by_row else taps) * -(-outputs // tile_o) * -(-channels // tile_c), owners)
+    norms = torch.empty(owners, grid[0], device=x.device, dtype=torch.float32)
     _gradient[grid](
-        x, d, out, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
+        x, d, out, norms, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
         *dilation, views, tile_o, block_o, tile_c, block_c, min(block, max(16, power_of_two(tokens))), by_row,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out
+    return out, norms.sum(1)

@@ -90,9 +90,18 @@ class Conv(Piece):
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
         if self._has_kernel():
-            return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane())
+            return self._by_kernel()[0]
         a, d = self.windows_last()
         return (d.mT @ a).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
+
+    def _by_kernel(self) -> tuple[Tensor, Tensor]:
+        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane())
+
+    def formed(self) -> Piece:
+        if not self.count or not self._has_kernel():
+            return super().formed()
+        g, norms = self._by_kernel()
+        return Dense(g.unflatten(2, self.geometry.kernel).movedim(-1, 2), norms)
 
     def _plane(self) -> tuple[Any, Any, Any, Any]:
         g = self.geometry

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from erlangen.gradients.kernels import usable
+from erlangen.gradients.kernels.moments import moments
 from erlangen.gradients.pieces import (
     Dense,
     Piece,
@@ -105,13 +107,17 @@ class Standardised(Piece):
     def _norms(self) -> Tensor:
         if isinstance(self.inner, Conv) and not self.inner.prefers_dense:
             return self._gram(self.inner)
-        return self._formed(self.inner.precise().dense())
+        return self._formed(self.inner.dense() if isinstance(self.inner, Dense) else self.inner.precise().dense())
 
     def _formed(self, g: Tensor) -> Tensor:
         strides = g.stride()  # in memory's own order: no copy
         order = sorted(range(2, g.ndim), key=lambda axis: -strides[axis])
-        g = g.permute(0, 1, *order).flatten(2).to(accumulate_dtype(g))
-        filters = self.projection.filters.to(g.dtype).permute(0, *[axis - 1 for axis in order]).flatten(1)
+        g = g.permute(0, 1, *order).flatten(2)
+        filters = self.projection.filters.permute(0, *[axis - 1 for axis in order]).flatten(1)
+        if usable(g) and g.dtype != torch.float64:
+            energy, total, along = moments(g.contiguous(), filters)
+            return self.projection.norms_squared(energy, total / math.sqrt(g.shape[2]), along)
+        g, filters = g.to(accumulate_dtype(g)), filters.to(accumulate_dtype(g))
         energy = squared_norms(g.flatten(0, 1)).unflatten(0, g.shape[:2])
         along = torch.bmm(g.transpose(0, 1), filters[..., None]).squeeze(-1).t()
         return self.projection.norms_squared(energy, g.sum(2) / math.sqrt(g.shape[2]), along)

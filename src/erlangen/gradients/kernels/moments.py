@@ -1,0 +1,52 @@
+"""Three numbers of every owner's gradient of every filter, in one pass over memory.
+
+    energy = ‖g‖²,   total = Σ g,   along = ⟨w, g⟩
+
+With them the norm of a gradient behind weight standardisation is known without forming it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+
+
+def reference(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, O] each, from g [n, O, L] and filters w [O, L]."""
+    g = g.float()
+    return g.square().sum(2), g.sum(2), (g * w).sum(2)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _moments(g, w, energy, total, along, L, FILTERS: tl.constexpr, BLOCK: tl.constexpr):
+        filter = tl.program_id(0)
+        owner = tl.program_id(1).to(tl.int64)
+        base = g + (owner * FILTERS + filter) * L
+        square = tl.zeros([BLOCK], tl.float32)
+        plain = tl.zeros([BLOCK], tl.float32)
+        product = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, L, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            v = tl.load(base + j, mask=j < L, other=0.0).to(tl.float32)
+            square += v * v
+            plain += v
+            product += v * tl.load(w + filter * L + j, mask=j < L, other=0.0)
+        at = owner * FILTERS + filter
+        tl.store(energy + at, tl.sum(square, 0))
+        tl.store(total + at, tl.sum(plain, 0))
+        tl.store(along + at, tl.sum(product, 0))
+
+
+def moments(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference`, for contiguous g and w."""
+    owners, filters, length = g.shape
+    energy, total, along = (torch.empty(owners, filters, device=g.device) for _ in range(3))
+    block = min(1024, max(16, power_of_two(length)))
+    _moments[(filters, owners)](g, w.float().contiguous(), energy, total, along, length, filters, block, num_warps=4)
+    return energy, total, along
