@@ -197,7 +197,9 @@ def conclude_canaries(session: Any, name: str, tap: Any, confidence: float = CON
     if min(map(len, scores)) < FEWEST:
         few = f"{steps} step(s) with {tap.release} canary(ies) give too few trials: replay a longer run"
         return [unable(name, "release canaries", few)]
-    facts = {**tap.facts, "canaries": tap.release, "steps": steps, "noise_upper_limit": noise_upper_limit(scores[1])}
+    facts = {**tap.facts, "canaries": tap.release, "steps": steps}
+    if tap.white:
+        facts["noise_upper_limit"] = noise_upper_limit(scores[1])
     findings = [
         conclude(
             name, "release canaries", evidence(scores[0], scores[1], delta, 1 - confidence), one, trials=len(seen.release_scores),

@@ -117,7 +117,6 @@ def scores(
             yield Score(view, fisher(VIEWS[view](a, pair), VIEWS[view](b, pair)), pair, f"fitted, {view}")
 
 
-@torch.no_grad()
 def shift(releaser: Releaser, pair: Pair) -> np.ndarray | None:
     """How far the canary moves the release of the same mechanism without noise; None where that cannot be asked."""
     mechanism = releaser.mechanism
@@ -126,7 +125,7 @@ def shift(releaser: Releaser, pair: Pair) -> np.ndarray | None:
         return None
     mechanism.noise = Silence()  # type: ignore[attr-defined]
     try:
-        with_canary, without = (releaser.draw(g, 1)[0].double() for g in (pair.joined, pair.others))
+        with_canary, without = (releaser.draw(g, 1)[0].detach().double() for g in (pair.joined, pair.others))
     finally:
         mechanism.noise = noise  # type: ignore[attr-defined]
     moved = (with_canary - without).numpy()
@@ -135,6 +134,7 @@ def shift(releaser: Releaser, pair: Pair) -> np.ndarray | None:
 
 def stated_covariance(mechanism: object) -> Tensor | None:
     """The covariance that a mechanism of ours states for its released sum, over all parameters."""
+    mechanism = getattr(mechanism, "mechanism", mechanism)  # a step of training holds one
     if not isinstance(mechanism, Mechanism) or sum(s.numel() for s in mechanism.shapes.values()) > LARGEST_COVARIANCE:
         return None
     stated = torch.block_diag(*[mechanism.covariance(n) for n in mechanism.shapes]).double()

@@ -75,6 +75,8 @@ def entries() -> list[Entry]:
     """Sound forms against their own event, published forms against the paper's claim *and* against their true price."""
     four, free = {"claim_epsilon": 4.0}, {"loss": 1.0}
     published = {"as_published": True, "beta": 0.1}
+    slow = {**four, "trials": 4000}
+    trained, equally = (partial(training_step, split) for split in ("optimal", "local"))
     steerable, layers = {**four, "network": equivariant_network}, {**four, "clipping": "per-layer"}
     return [
         Entry("DP-SGD", "ISO", "iso", {}, four),
@@ -87,8 +89,8 @@ def entries() -> list[Entry]:
         Entry("Equivariant networks", "ISO, steerable network", "iso", {}, steerable),
         Entry("Clipless", "Clipless, optimal split", "clipless", free, four),
         Entry("Clipless", "Clipless, equal multipliers", "clipless", {**free, "split": "local"}, four),
-        Entry("Clipless", "Clipless, training steps", "clipless", {}, four, subject=partial(training_step, "optimal")),
-        Entry("Clipless", "Clipless, training steps, equal multipliers", "clipless", {}, four, subject=partial(training_step, "local")),
+        Entry("Clipless", "Clipless, training steps", "clipless", {}, slow, subject=trained),
+        Entry("Clipless", "Clipless, training steps, equal multipliers", "clipless", {}, slow, subject=equally),
         Entry("Spectral-DP", "Spectral-DP, sound form", "spectral", {}, four),
         Entry("Spectral-DP", "Spectral-DP as published, 3 layers", "spectral", {"as_published": True}, layers, "paper"),
         Entry("GReDP", "GReDP, sound form", "gredp", {}, four),
@@ -148,7 +150,8 @@ def _sized(entry: Entry, scale: float) -> dict[str, Any]:
         or entry.settings.get("clipping") == "adaptive"
     )
     trials = 12_000 if by_calls else 40_000_000 if entry.settings.get("claim_epsilon") == 1.0 else 2_000_000
-    return {"trials": max(500, int(trials * scale)), **entry.settings}
+    trials = entry.settings.get("trials", trials)
+    return {**entry.settings, "trials": max(500, int(trials * scale))}
 
 
 def _unlisted() -> Iterator[Entry]:
@@ -232,11 +235,44 @@ def audit_opacus(sigma: float | None = None, trials: int = 6000) -> list[Finding
     ]
 
 
+def audit_runs(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None) -> list[Finding]:
+    """Short runs on the embedded digits with canaries in them: gradients, records for Clipless, and mislabelled images."""
+    from erlangen.audit import canaries, membership
+    from erlangen.training.config import TrainConfig
+    from erlangen.training.session import Session
+
+    common: dict[str, Any] = {"epsilon": None, "noise_multiplier": 1.0, "batch": 128, "ema": 0.0, "seed": seed}
+    steps = max(30, int(100 * scale))
+    lipschitz = {
+        "model": "lipschitz-lenet",
+        "model_options": {"width": 4},
+        "mechanism_options": {"loss": "cross-entropy"},
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "ISO": {"model": "logistic"},
+        "GeoDP": {"model": "logistic", "mechanism": "geodp"},
+        "Clipless": {**lipschitz, "mechanism": "clipless"},
+    }
+    findings = []
+    for name, options in kinds.items():
+        config = TrainConfig(**{**common, **options, "steps": steps})
+        told = partial(tell, f"run: {name}")
+        label = f"{name}, {steps} steps"
+        try:
+            session = Session(config, run_id=f"audit-{name}-{seed}")
+            findings += canaries.audit_run(session, label, run=300, seed=seed, progress=told)
+            findings.append(membership.audit_session(config, label, canaries=200, seed=seed, progress=told))
+        except Exception as error:
+            findings.append(unable(label, "run", f"{type(error).__name__}: {error}"))
+    return corrected(findings)
+
+
 @dataclass(frozen=True)
 class Everything:
     """What `erlangen audit all` produces."""
 
     rows: list[Row]
+    runs: list[Finding]
     static: list[Finding]
     zoo: list[dict[str, Any]]
     power: list[dict[str, float]]
@@ -255,7 +291,7 @@ class Everything:
 
     @property
     def failed(self) -> bool:
-        return any(f.verdict == VIOLATED for f in self.own) or not self.trustworthy
+        return any(f.verdict == VIOLATED for f in [*self.own, *self.runs]) or not self.trustworthy
 
     @property
     def incomplete(self) -> bool:
@@ -267,7 +303,8 @@ class Everything:
         rows = [{"paper": r.entry.paper, "claimed_by": r.entry.claimed_by, **r.finding.to_json()} for r in self.rows]
         return jsonable({
             "verdict": VIOLATED if self.failed else INCONCLUSIVE if self.incomplete else "consistent",
-            "mechanisms": rows, "static": [f.to_json() for f in self.static], "zoo": self.zoo, "power": self.power,
+            "mechanisms": rows, "runs": [f.to_json() for f in self.runs], "static": [f.to_json() for f in self.static],
+            "zoo": self.zoo, "power": self.power,
             "false_alarms": self.false_alarms, "opacus": [f.to_json() for f in self.opacus], "confidence": CONFIDENCE,
         })  # fmt: skip
 
@@ -276,12 +313,13 @@ def audit_everything(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what
     import importlib.util
 
     rows = audit_table(scale, seed, tell)
+    runs = audit_runs(scale, seed, tell)
     static = static_audit(lambda name: tell(f"static: {name}", 0, 1))
     tell("power and false alarms", 0, 1)
     known = importlib.util.find_spec("opacus") is not None
     small = scale < 0.5
     return Everything(
-        rows, static, zoo_results(tell), power(20 if small else 40), false_alarms(100 if small else 400),
+        rows, runs, static, zoo_results(tell), power(20 if small else 40), false_alarms(100 if small else 400),
         audit_opacus(trials=1500 if small else 6000) if known else [],
     )  # fmt: skip
 
