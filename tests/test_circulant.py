@@ -197,3 +197,14 @@ def test_private_training_of_circulant_layers(mechanism):
         optimizer.step()
     assert 0 < engine.get_epsilon(1e-5) < math.inf
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_fresh_circulant_layers_have_the_scale_of_ordinary_ones():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(256, 256), nn.Unflatten(1, (64, 2, 2)), nn.Conv2d(64, 64, 3))
+    for fresh, scale in ((True, 1.0), (False, 8**-0.5)):
+        copied = nn.Sequential(nn.Linear(256, 256), nn.Unflatten(1, (64, 2, 2)), nn.Conv2d(64, 64, 3))
+        model = make_circulant(copied, 8, fresh=fresh)
+        for k in (0, 2):
+            ratio = float(model[k].weight.detach().std() / dense[k].weight.detach().std())
+            assert ratio == pytest.approx(scale, rel=0.1)

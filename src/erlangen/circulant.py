@@ -346,17 +346,23 @@ def _diagonals(dense: Tensor, p: int, q: int, block: int) -> Tensor:
     return sum(torch.roll(cells[:, :, r], -r, 2) for r in range(block))  # type: ignore[return-value]
 
 
-def make_circulant(model: nn.Module, block_size: int, skip: tuple[str, ...] = ()) -> nn.Module:
-    """Replace every Linear and full Conv2d by its nearest circulant twin, in place, except the paths in ``skip``."""
+def make_circulant(model: nn.Module, block_size: int, skip: tuple[str, ...] = (), fresh: bool = False) -> nn.Module:
+    """Replace every Linear and full Conv2d by its nearest circulant twin, in place, except the paths in ``skip``.
+
+    ``fresh`` draws new weights instead: the nearest twin of *random* weights is √b times too small to train from.
+    """
     for path, layer in list(model.named_modules()):
         if not path or path in skip:
             continue
         new: nn.Module | None = None
         if type(layer) is nn.Linear:
-            new = CirculantLinear.from_dense(layer, block_size)
+            new, inputs = CirculantLinear.from_dense(layer, block_size), layer.in_features
         elif type(layer) is nn.Conv2d and layer.groups == 1:
             new = CirculantConv2d.from_dense(layer, block_size)
+            inputs = layer.in_channels * math.prod(layer.kernel_size)
         if new is not None:
+            if fresh:
+                _initialise(new.weight, new.bias, inputs)  # type: ignore[arg-type]
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, new)
     return model

@@ -136,8 +136,8 @@ def test_importance_as_published_costs_everything_and_cannot_be_calibrated():
 def test_a_mechanism_that_does_not_clip_cannot_weight_its_losses():
     with pytest.raises(ConfigError, match="does not clip"):
         session(
-            model="lipschitz-lenet", model_options={}, mechanism="clipless", mechanism_options={"loss": "cross-entropy"}, sampling="importance", epsilon=3.0,
-            max_grad_norm=1.0,
+            model="lipschitz-lenet", model_options={}, mechanism="clipless", mechanism_options={"loss": "cross-entropy"},
+            sampling="importance", epsilon=3.0, max_grad_norm=1.0,
         )  # fmt: skip
 
 
@@ -146,7 +146,9 @@ def test_a_mechanism_that_does_not_clip_cannot_weight_its_losses():
 
 @pytest.mark.parametrize("mechanism", sorted(set(mechanisms()) - {"clipless", "rep", "shuffle"}))
 def test_both_work_with_any_mechanism(mechanism):
-    one = run(session(mechanism=mechanism, sampling="importance", selective=True, model="cnn", model_options={"width": 8}), 2)
+    one = run(
+        session(mechanism=mechanism, sampling="importance", selective=True, model="cnn", model_options={"width": 8}), 2
+    )
     assert 0 < one.epsilon() < math.inf
 
 

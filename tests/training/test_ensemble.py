@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from erlangen.circulant import CirculantConv2d, CirculantLinear
 from erlangen.data.base import Dataset
 from erlangen.equivariant import (
     EquivariantGroupNorm,
@@ -115,6 +116,11 @@ def build(name: str) -> tuple[nn.Module, int]:
             nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2, bias=False),
             nn.Flatten(), nn.Linear(27, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False),
         ),
+        "circulant": lambda: nn.Sequential(
+            CirculantConv2d(2, 5, 3, block_size=3, padding=1), nn.ReLU(),
+            CirculantConv2d(5, 4, 3, block_size=2, stride=2, bias=False),
+            nn.Flatten(), CirculantLinear(36, 10, 4), nn.ReLU(), CirculantLinear(10, 3, 3, bias=False),
+        ),
         "grouped": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2, padding=1), nn.PReLU(), nn.Flatten(), nn.Linear(256, 3)),
         "standardised": lambda: EquivariantSequential(
             SteerableConv2d(trivial_fields(d4, 2), regular_fields(d4, 2), 3, standardise=True, padding=1),
@@ -132,7 +138,7 @@ def build(name: str) -> tuple[nn.Module, int]:
         ),
     }[name]()  # fmt: skip
     return (
-        made if isinstance(made, nn.Sequential) and name in ("plain", "grouped") else nn.Sequential(made, _Head())
+        made if isinstance(made, nn.Sequential) and name in ("plain", "grouped", "circulant") else nn.Sequential(made, _Head())
     ), 2
 
 
@@ -146,7 +152,7 @@ def cross_entropy_of(labels):
     return lambda out: nn.functional.cross_entropy(out, next(rows).view(1), reduction="none")
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "standardised", "per element", "SO(2)"])
+@pytest.mark.parametrize("name", ["plain", "grouped", "standardised", "per element", "SO(2)", "circulant"])
 def test_every_row_has_the_gradient_of_its_own_model(name):
     torch.manual_seed(0)
     models = [build(name)[0].double() for _ in range(3)]

@@ -74,7 +74,9 @@ SETTINGS = [
 def _errors(name: str, where: str, title: str, points: tuple[Point, ...], note: str = "") -> None:
     said = "Gradients of a CNN on CIFAR-10, seen along 2 epochs of training without privacy; public data."
     measure = f"{MEASURES}:release_error"
-    register_preset(Measurement(name, f"{PAPER} ({where})", title, measure, points, ERRORS, note=f"{said} {note}".strip()))
+    register_preset(
+        Measurement(name, f"{PAPER} ({where})", title, measure, points, ERRORS, note=f"{said} {note}".strip())
+    )
 
 
 _errors(

@@ -6,17 +6,16 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from erlangen.experiments.measurements import Measurement, run_measurement
 from erlangen.experiments.presets import Cell, Preset
 from erlangen.experiments.together import Job, train_together
+from erlangen.training.metrics import near_zero
 from erlangen.training.run import train
 
 Watch = Callable[[str, int, dict[str, Any]], None]
@@ -65,14 +64,8 @@ def _value(cell: Cell, job: Job, summary: dict[str, Any]) -> float:
     """The cell's measure of one run: a public test metric, or the share of small parameters among the released ones."""
     scale = 100 if cell.unit.endswith("%") else 1
     if cell.measure == "small_parameters":
-        return scale * small_parameters(load_file(str(job.folder / "weights.safetensors")).values())
+        return scale * near_zero(load_file(str(job.folder / "weights.safetensors")).values())
     return scale * float(summary["test"][cell.measure])
-
-
-def small_parameters(weights: Iterable[Tensor], threshold: float = 1e-3) -> float:
-    """The share of entries below ``threshold`` in magnitude: 1 − ℓ0^ε/d of the weights, which are public once released."""
-    flat = torch.cat([w.flatten().float() for w in weights])
-    return float((flat.abs() < threshold).float().mean())
 
 
 def paired(values: list[float], others: list[float]) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def make_sampler(config: TrainConfig, units: int, run_id: str) -> PoissonSampler
             **config.sampling_options,
         )  # fmt: skip
     except TypeError as error:
-        raise ConfigError(f"sampling_options is {config.sampling_options}; it takes floor, refresh, as_published") from error
+        raise ConfigError(
+            f"sampling_options is {config.sampling_options}; it takes floor, refresh, as_published"
+        ) from error
 
 
 class Importance:

@@ -148,10 +148,14 @@ class Stack:
 
 def _builder(module: nn.Module) -> LayerBuilder:
     """The batched form of a layer, if there is one for exactly this type and these options."""
+    from erlangen.circulant import CirculantLinear
+    from erlangen.training.stacked_circulant import StackedCirculantLinear
     from erlangen.training.stacked_layers import StackedConv, StackedLinear, StackedNorm, is_plain_norm, kernel_of
 
     if type(module) is nn.Linear:
         return StackedLinear
+    if type(module) is CirculantLinear:
+        return StackedCirculantLinear
     if kernel_of(module) is not None:
         return StackedConv
     return StackedNorm if is_plain_norm(module) else Functional

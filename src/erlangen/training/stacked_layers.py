@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from erlangen.training.stacked import StackedLayer
+from erlangen.training.stacked_circulant import circulant_kernel
 
 if TYPE_CHECKING:
     from erlangen.equivariant import SteerableConv2d
@@ -143,7 +144,7 @@ def kernel_of(module: nn.Module) -> Kernel | None:
         steerable: Any = module
         simple = steerable.groups == 1 and (steerable.padding_mode == "zeros" or not steerable.padding)
         return SteerableKernel(steerable) if simple else None
-    return None
+    return circulant_kernel(module)
 
 
 def _square(module: Any) -> tuple[tuple[int, int], int, int, int]:

@@ -45,7 +45,9 @@ class StackedRelease(ABC):
         self.state: dict[str, Tensor] = {}
         rules = [m.clipping for m in mechanisms]  # type: ignore[attr-defined]
         if len({type(rule) for rule in rules}) > 1 or not isinstance(rules[0], (Flat, AutoS, PSAC)):
-            raise ConfigError("the members of an ensemble clip alike: all flat, all auto-s or all psac; else use Session")
+            raise ConfigError(
+                "the members of an ensemble clip alike: all flat, all auto-s or all psac; else use Session"
+            )
         self.rule: ClippingRule = rules[0]
         self.bound = self.column([rule.safe_bound(stack.flat) for rule in rules])
         self.metric = torch.ones_like(stack.flat)

@@ -1,0 +1,94 @@
+"""Block-circulant layers of many models at once.
+
+Forward they are the dense layers they stand for. The gradient of a free parameter is the sum of a dense gradient over
+its wrapped diagonal, ∂w_s = Σ_r ∂W[r, (r + s) mod b]; for linear maps that is d_r·x_{(r+s) mod b}, without the matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+
+from erlangen.circulant import CirculantConv2d, CirculantLinear, blocks_for, expand
+from erlangen.training.stacked import StackedLayer
+
+
+def shifts(block: int, device: torch.device) -> Tensor:
+    """(r + s) mod b, [r, s]"""
+    k = torch.arange(block, device=device)
+    return (k[:, None] + k[None, :]) % block
+
+
+class StackedCirculantLinear(StackedLayer):
+    """y = W x with the W of every model; per-row gradients of the first rows."""
+
+    module: CirculantLinear
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        m = self.module
+        weight = vmap(expand)(self.weight())[:, : m.out_features, : m.in_features]
+        rows = x.to(weight.dtype).unflatten(0, (self.stack.models, -1)).flatten(1, -2)
+        out, bias = rows @ weight.mT, self.parameter("bias")
+        if bias is not None:
+            out = out + bias[:, None]
+        return out.view(*x.shape[:-1], -1), (x, weight)
+
+    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        x, weight = saved
+        a, d = (t.to(weight.dtype).reshape(x.shape[0], -1, t.shape[-1]) for t in (x, cotangent))
+        self.record("weight", self._rows(a, d))
+        self.record("bias", d.sum(1))
+        if not wants_input:
+            return None
+        rows = cotangent.to(weight.dtype).unflatten(0, (self.stack.models, -1)).flatten(1, -2)
+        return (rows @ weight).view(x.shape).to(x.dtype)
+
+    def _rows(self, x: Tensor, d: Tensor) -> Tensor:
+        """[N, T, in], [N, T, out] → [N, p, q, b]"""
+        b = self.module.block_size
+        blocks = lambda t: F.pad(t, (0, -t.shape[-1] % b)).unflatten(-1, (-1, b))  # noqa: E731
+        moved = blocks(x)[..., shifts(b, x.device)]  # [N, T, q, r, s]
+        return torch.einsum("ntpr,ntqrs->npqs", blocks(d), moved)
+
+
+class CirculantKernel:
+    """A convolution whose channel matrix is block-circulant at every tap."""
+
+    def __init__(self, module: CirculantConv2d) -> None:
+        self.module = module
+        self.size, self.stride = module.kernel_size, module.stride[0]
+        self.padding, self.dilation = int(module.padding[0]), module.dilation[0]
+
+    def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor:
+        m = self.module
+        dense = vmap(expand)(layer.weight())[:, : m.out_channels, : m.in_channels]
+        return dense.permute(0, 3, 4, 2, 1).flatten(1, 3).to(dtype)
+
+    def bias(self, layer: StackedLayer) -> Tensor | None:
+        return layer.parameter("bias")
+
+    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
+        b, (n, outputs, taps, inputs) = self.module.block_size, rows.shape
+        p, q = blocks_for(outputs, b), blocks_for(inputs, b)
+        padded = F.pad(rows, (0, q * b - inputs, 0, 0, 0, p * b - outputs))
+        cells = padded.view(n, p, b, taps, q, b).permute(0, 1, 4, 3, 2, 5)  # [N, p, q, taps, r, c]
+        at = shifts(b, rows.device).expand(n, p, q, taps, b, b)
+        gradient = cells.gather(5, at).sum(
+            4, dtype=torch.promote_types(rows.dtype, torch.float32)
+        )  # [N, p, q, taps, s]
+        layer.record("weight", gradient.transpose(3, 4))
+
+    def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
+        layer.record("bias", rows)
+
+
+def circulant_kernel(module: nn.Module) -> CirculantKernel | None:
+    """How to stack a circulant convolution; None if this is not one, or pads in a way of its own."""
+    if type(module) is not CirculantConv2d or module.padding_mode != "zeros" or isinstance(module.padding, str):
+        return None
+    square = len({*module.stride}) == len({*module.padding}) == len({*module.dilation}) == 1
+    return CirculantKernel(module) if square else None
