@@ -174,7 +174,8 @@ def networks():
         first, second = (convolution(a, b, 3, bias=True, standardise=True) for a, b in ((3, 16), (16, 16)))
         return nn.Sequential(first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 256, 4))
 
-    return {"plain": plain, "standardised": standardised, "D4 by pixels": lambda: d4("pixel"), "D4 band-limited": lambda: d4("steerable")}
+    by = {"D4 by pixels": lambda: d4("pixel"), "D4 band-limited": lambda: d4("steerable")}
+    return {"plain": plain, "standardised": standardised, **by}
 
 
 def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool):

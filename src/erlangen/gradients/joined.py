@@ -208,8 +208,8 @@ def chains(model: nn.Module) -> list[tuple[nn.Sequential, list[Run]]]:
 
 def join(model: nn.Module) -> nn.Module:
     """Run joined layers as one kernel in ordinary training and evaluation, where the device can. In place."""
-    for module, found in chains(model):
-        module.__dict__["forward"] = _Plain(module, partial(chain, found))
+    for sequence, found in chains(model):
+        sequence.__dict__["forward"] = _Plain(sequence, partial(chain, found))
     for module in model.modules():
         if type(module) is nn.Conv2d and module.padding_mode == "zeros":
             module.__dict__["forward"] = _Plain(module, _convolve)
