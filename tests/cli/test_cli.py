@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
+
+from erlangen.cli.main import app
+from erlangen.training.config import TrainConfig
 
 
 def run(*args: str, **options) -> subprocess.CompletedProcess:
@@ -45,28 +51,111 @@ def test_train_in_plain_words(tmp_path):
     assert "ε = 3" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["train", "--epsilon", "-1"], "epsilon is -1"),
-        (["train", "--delta", "2"], "delta is 2"),
-        (["train", "--delta", "soon"], "give a number"),
-        (["train", "--data", "nowhere.npz"], "no file at"),
-        (["train", "--mechanism", "magic"], "choose one of"),
-        (["train", "--set", "colour=red"], "unknown option"),
-        (["train", "--set", "colour"], "key=value"),
-        (["train", "--noise-multiplier", "1", "--epsilon", "2"], "exclude each other"),
-        (["train", "--config", "nowhere.json"], "cannot be read"),
-        (["reproduce", "table-of-nothing"], "no preset is called"),
-        (["reproduce"], "--list"),
-        (["frobnicate"], "No such command"),
-    ],
-)
-def test_misuse_exits_2_without_a_traceback(args, words, tmp_path):
-    done = run(*args, *(["--out", str(tmp_path / "r")] if args[0] == "train" else []))
-    assert done.returncode == 2, done.stderr
+MISUSE = [
+    (["train", "--epsilon", "-1"], "epsilon is -1"),
+    (["train", "--delta", "2"], "delta is 2"),
+    (["train", "--delta", "soon"], "give a number"),
+    (["train", "--data", "nowhere.npz"], "no file at"),
+    (["train", "--mechanism", "magic"], "choose one of"),
+    (["train", "--device", "banana"], "device is 'banana'"),
+    (["train", "--batch", "0"], "batch is 0"),
+    (["train", "--steps", "0"], "steps is 0"),
+    (["train", "--lr", "0"], "lr is 0"),
+    (["train", "--single-copy"], "is for --resume"),
+    (["train", "--set", "colour=red"], "unknown option"),
+    (["train", "--set", "colour"], "key=value"),
+    (["train", "--noise-multiplier", "1", "--epsilon", "2"], "exclude each other"),
+    (["train", "--config", "nowhere.json"], "nowhere.json cannot be read"),
+    (["train", "--resume", "nowhere"], "cannot be given with --resume"),
+    (["reproduce", "table-of-nothing"], "no preset is called"),
+    (["reproduce"], "--list"),
+    (["validate", "nowhere", "--data", "digits"], "no finished run"),
+    (["audit", "mechanism", "a.b:c"], "a.b cannot be imported"),
+    (["audit", "mechanism", "iso", "--confidence", "2"], "confidence is 2"),
+    (["audit", "mechanism", "iso", "--trials", "0"], "trials is 0"),
+    (["audit", "run", "nowhere"], "nowhere is no run folder"),
+    (["frobnicate"], "No such command"),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), MISUSE)
+def test_misuse_exits_2_with_words_and_one_object(args, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*args, *(["--out", "r"] if args[0] == "train" else []), "--json"])
+    assert done.exit_code == 2, (done.stdout, done.stderr)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+    assert list(json.loads(done.stdout)) == ["error"]
+    assert words in json.loads(done.stdout)["error"]
+    assert not (tmp_path / "r").exists() or not any((tmp_path / "r").iterdir())
+
+
+def test_out_must_be_a_folder(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for out in ("file", "file/run"):
+        done = CliRunner().invoke(app, ["train", "--steps", "1", "--out", str(tmp_path / out)])
+        assert done.exit_code == 2
+        assert f"out is {tmp_path / out}" in done.stderr
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_failures_of_the_work_exit_1_and_bugs_ask_to_be_reported(monkeypatch):
+    from erlangen.cli import accounting
+
+    for error, words in ((OSError(28, "No space left on device", "x"), "x: No space left"), (KeyError("k"), "this is a bug")):
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(accounting.acc, "compose_runs", fail)
+        done = CliRunner().invoke(app, ["account", "x", "--json"])
+        assert done.exit_code == 1
+        assert words in done.stderr
+        assert words in json.loads(done.stdout)["error"]
+
+
+def test_a_data_error_finds_the_screen_empty(tmp_path):
+    done = run("train", "--data", "nowhere.npz", "--out", str(tmp_path / "r"))
+    assert done.stderr.startswith("erlangen: no file at")
+
+
+def test_a_file_gives_every_option_and_later_words_win(tmp_path):
+    file = tmp_path / "c.json"
+    options = dataclasses.asdict(TrainConfig(model="mlp", steps=3, batch=32, seed=5, evaluations=1))
+    file.write_text(json.dumps(options))
+    assert set(options) == {f.name for f in dataclasses.fields(TrainConfig)}
+    args = ["train", "--config", str(file), "--set", 'model_options={"width": 8}', "--set", "momentum=0.5", "--steps", "2",
+            "--noise-multiplier", "1.5", "--json"]  # fmt: skip
+    done = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "r")])
+    assert done.exit_code == 0, done.stderr
+    written = TrainConfig.from_file(tmp_path / "r" / "config.json")
+    assert (written.model, written.model_options, written.batch, written.seed) == ("mlp", {"width": 8}, 32, 5)
+    assert (written.steps, written.momentum, written.noise_multiplier, written.epsilon) == (2, 0.5, 1.5, None)
+    file.write_text('{"noise_multiplier": 1.0}')
+    assert TrainConfig.from_file(file).epsilon is None
+
+
+def test_equal_seeds_give_equal_weights_whatever_the_folder_is_called(tmp_path):
+    def weights(name, *more):
+        common = ["train", "--model", "mlp", "--steps", "2", "--batch", "32", "--seed", "3", "--json"]
+        done = CliRunner().invoke(app, [*common, "--out", str(tmp_path / name), *more])
+        assert done.exit_code == 0, done.stderr
+        return (tmp_path / name / "weights.safetensors").read_bytes()
+
+    first = weights("a")
+    assert weights("b") == first
+    assert weights("c", "--lr", "0.05") != first, "another run draws other noise"
+
+
+def test_tensorboard_is_optional(tmp_path):
+    args = ["train", "--model", "mlp", "--steps", "2", "--batch", "32", "--tensorboard", "--out", str(tmp_path / "r")]
+    done = CliRunner().invoke(app, args)
+    if importlib.util.find_spec("tensorboard") is None:
+        assert done.exit_code == 2
+        assert "pip install 'erlangen[tensorboard]'" in done.stderr
+        return
+    assert done.exit_code == 0, done.stderr
+    assert list((tmp_path / "r" / "tensorboard").glob("events*"))
 
 
 def test_reproduce_lists_and_dry_runs():
