@@ -1,0 +1,182 @@
+"""Arrays, .npy folders and torch data sets: scaled by their type, checked row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset, TensorDataset
+
+from erlangen.data import DataError, DataOptions, from_arrays, from_torch, load
+
+RNG = np.random.default_rng(0)
+BYTES = RNG.integers(0, 256, (6, 4, 4), dtype=np.uint8)
+LABELS = np.arange(6) % 2
+
+
+def arrays(x=BYTES, y=LABELS, **more):
+    return {"x_train": x, "y_train": y, **more}
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "expected"),
+    [
+        (BYTES, {}, BYTES / 255 * 2 - 1),
+        (BYTES.astype(np.uint16) * 257, {}, BYTES / 255 * 2 - 1),
+        (BYTES > 100, {}, (BYTES > 100) * 2.0 - 1),
+        (BYTES.astype(np.int64), {"white": 255.0}, BYTES / 255 * 2 - 1),
+        (BYTES.astype(np.float64), {}, BYTES),
+        (BYTES, {"normalise": "none"}, BYTES / 255),
+        (BYTES, {"normalise": "0.2/0.4"}, (BYTES / 255 - 0.2) / 0.4),
+        (BYTES.astype(np.float32), {"normalise": "100/50"}, (BYTES - 100.0) / 50),
+    ],
+)
+def test_pixels_are_scaled_by_their_type(x, options, expected):
+    data = from_arrays("own", arrays(x), options=DataOptions.of(options))
+    np.testing.assert_allclose(data.x_train[:, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(data.preprocessing.denormalise(data.x_train)[:, 0].max(), {
+        "image": BYTES.max() / 255 if x.dtype != bool else 1.0, "array": 1.0 * BYTES.max(),
+    }[data.preprocessing.kind], rtol=1e-5)  # fmt: skip
+
+
+def test_integers_without_a_range_are_refused():
+    with pytest.raises(DataError, match=r"holds int64, which has no range.*--white 255"):
+        from_arrays("own", arrays(BYTES.astype(np.int64)))
+
+
+def test_the_arrays_of_the_caller_stay_as_they_are():
+    x = RNG.normal(size=(6, 4, 4)).astype(np.float32)
+    before = x.copy()
+    from_arrays("own", arrays(x), options=DataOptions(normalise="0.5/0.5"))
+    assert np.array_equal(x, before)
+
+
+def test_bad_rows_are_named_or_left_out():
+    x = BYTES.astype(np.float32)
+    x[3, 0, 0] = np.nan
+    y = np.array([0, 1, 0, 1, -7, 1])
+    owner = np.array(list("abcdef"))
+    with pytest.raises(DataError, match=r"record\(s\) 3, 4: labels.*got -7 to 1; pixels are not finite"):
+        from_arrays("own", arrays(x, y))
+    data = from_arrays("own", arrays(x, y, patient=owner), "patient", DataOptions(skip_bad=True))
+    assert data.unit.tolist() == ["a", "b", "c", "f"]
+    assert data.y_train.tolist() == [0, 1, 0, 1]
+    assert "2 record(s) of train were left out" in data.notes[0]
+
+
+def test_class_names_bound_the_labels():
+    names = np.array(["cat", "dog", "owl"])
+    data = from_arrays("own", arrays(class_names=names))
+    assert (data.classes, data.class_names) == (3, ("cat", "dog", "owl"))
+    assert any("no training image has label 2" in note for note in data.notes)
+    with pytest.raises(DataError, match="below 3, the number of class_names"):
+        from_arrays("own", arrays(y=np.array([0, 1, 2, 3, 0, 1]), class_names=names))
+
+
+def test_the_fingerprint_is_that_of_the_arrays_as_given():
+    plain = from_arrays("own", arrays())
+    other = from_arrays("own", arrays(), options=DataOptions(normalise="0.1/0.3", image_size=2, channels="rgb"))
+    assert other.x_train.shape == (6, 3, 2, 2)
+    assert plain.fingerprint() == other.fingerprint()
+    changed = BYTES.copy()
+    changed[0, 0, 0] ^= 1
+    assert from_arrays("own", arrays(changed)).fingerprint() != plain.fingerprint()
+
+
+def test_parts_must_look_alike():
+    with pytest.raises(DataError, match="x_test has shape"):
+        from_arrays("own", arrays(x_test=np.zeros((2, 5, 5), np.uint8), y_test=np.zeros(2, int)))
+    with pytest.raises(DataError, match="x_test has shape"):
+        from_arrays("own", arrays(x_test=np.zeros((2, 4, 4), np.float32), y_test=np.zeros(2, int)))
+
+
+def test_npy_files_beside_each_other(tmp_path):
+    for name, values in arrays(patient=np.arange(6) // 2).items():
+        np.save(tmp_path / f"{name}.npy", values)
+    for source in (tmp_path, tmp_path / "x_train.npy"):
+        data = load(source, "patient")
+        assert data.x_train.shape == (6, 1, 4, 4)
+        assert len(np.unique(data.unit)) == 3
+    np.save(tmp_path / "x_train.npy", np.array([object()]), allow_pickle=True)
+    with pytest.raises(DataError, match="holds objects"):
+        load(tmp_path)
+
+
+class Mapped(TorchDataset):
+    """Samples as mappings, with an owner."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return {"image": self.make(i), "label": torch.tensor(i % 2), "patient": i // 3}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: torch.from_numpy(BYTES[i]),
+        lambda i: BYTES[i],
+        lambda i: Image.fromarray(BYTES[i]),
+        lambda i: (torch.from_numpy(BYTES[i]).float() / 127.5 - 1)[None],
+    ],
+)
+def test_torch_data_sets(make):
+    data = from_torch(Mapped(make), unit="patient")
+    np.testing.assert_allclose(data.x_train[:, 0], BYTES / 127.5 - 1, atol=1e-6)
+    assert data.class_names == ("cat", "dog")
+    assert data.unit.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_torch_colour_pictures_lie_channels_first():
+    pixels = RNG.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    data = from_torch(Mapped(lambda i: Image.fromarray(pixels)))
+    assert data.x_train.shape == (6, 3, 4, 5)
+    np.testing.assert_allclose(data.x_train[0], pixels.transpose(2, 0, 1) / 127.5 - 1, atol=1e-6)
+
+
+def test_torch_tensors_and_a_test_set():
+    x, y = torch.randn(8, 1, 3, 3), torch.arange(8) % 4
+    data = from_torch(TensorDataset(x, y), TensorDataset(x[:2], y[:2]), name="mine", unit=[0, 0, 1, 1, 2, 2, 3, 3])
+    assert torch.equal(torch.from_numpy(data.x_train), x)
+    assert (data.name, data.classes, len(data.x_test)) == ("mine", 4, 2)
+    assert len(np.unique(data.unit)) == 4
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Stream(), "map-style"),
+        ([], "is empty"),
+        ([(np.zeros((2, 2), np.uint8), 0), (np.zeros((3, 2), np.uint8), 1)], "2 shapes.*record"),
+        ([np.zeros(3)], "expected \\(image, label\\)"),
+        ([(np.zeros((2, 2), np.uint8), 0.5)], "labels must be integers"),
+        ([(np.zeros((2, 2), np.uint8), 0)] * 3, "one class only"),
+    ],
+)
+def test_torch_data_that_cannot_be_used(dataset, words):
+    with pytest.raises(DataError, match=words):
+        from_torch(dataset)
+
+
+def test_a_torch_data_set_trains():
+    from erlangen.training import TrainConfig
+    from erlangen.training.session import Session
+
+    data = from_torch(TensorDataset(torch.randn(40, 1, 4, 4), torch.arange(40) % 2), unit=list(range(20)) * 2)
+    session = Session(TrainConfig(data=data.name, unit="patient", model="logistic", steps=2, batch=10, seed=0), data)
+    session.step()
+    assert session.units.count == 20
+    assert session.epsilon() > 0

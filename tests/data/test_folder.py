@@ -1,0 +1,274 @@
+"""Folders of images: what is read is what was drawn, and whatever is in the way is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from erlangen.data import DataError, load
+from erlangen.data.images import BadImage, facts, read
+from erlangen.data.preprocessing import Preprocessing
+
+
+def draw(path, value=100, size=(6, 5), mode="L", **options):
+    """An image of one value; size is (width, height)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value).save(path, **options)
+    return path
+
+
+def tree(root, classes=("cat", "dog"), count=2, **options):
+    for k, name in enumerate(classes):
+        for i in range(count):
+            draw(root / name / f"p{i}_{k}.png", 100 * k + 10 * i, **options)
+    return root
+
+
+def test_class_folders(tmp_path):
+    data = load(tree(tmp_path / "d"))
+    assert data.class_names == ("cat", "dog")
+    assert data.x_train.shape == (4, 1, 5, 6)
+    assert data.y_train.tolist() == [0, 0, 1, 1]
+    np.testing.assert_allclose(data.x_train[:, 0, 0, 0], np.array([0, 10, 100, 110]) / 127.5 - 1, atol=1e-6)
+    assert data.x_test is None
+    assert "no test folder" in data.notes[0]
+
+
+def test_train_and_test_folders(tmp_path):
+    tree(tmp_path / "d" / "train")
+    tree(tmp_path / "d" / "test", classes=("dog",), count=1)
+    tree(tmp_path / "d" / "spare")
+    data = load(tmp_path / "d")
+    assert data.y_test.tolist() == [1]
+    assert any("not used: spare" in note for note in data.notes)
+    assert any("no test images for cat" in note for note in data.notes)
+    draw(tmp_path / "d" / "test" / "horse" / "a.png")
+    with pytest.raises(DataError, match=r"train has not: horse"):
+        load(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "suffix", "expected"),
+    [
+        ("L", 51, ".png", [0.2]),
+        ("1", 1, ".png", [1.0]),
+        ("RGB", (255, 0, 51), ".png", [1.0, 0.0, 0.2]),
+        ("RGB", (255, 0, 51), ".webp", [1.0, 0.0, 0.2]),
+        ("RGB", (255, 0, 51), ".bmp", [1.0, 0.0, 0.2]),
+        ("L", 51, ".jpg", [0.2]),
+        ("LA", (255, 128), ".png", [128 / 255]),
+        ("RGBA", (255, 255, 0, 51), ".png", [0.2, 0.2, 0.0]),
+        ("I;16", 13107, ".png", [0.2]),
+        ("I;16", 13107, ".tif", [0.2]),
+        ("P", 0, ".png", [0.0, 0.0, 0.0]),
+    ],
+)
+def test_every_kind_of_pixel_lands_in_its_place(tmp_path, mode, value, suffix, expected):
+    options = {"lossless": True} if suffix == ".webp" else {}
+    path = draw(tmp_path / f"a{suffix}", value, mode=mode, **options)
+    channels = len(expected)
+    pixels, digest = read(path, Preprocessing(channels, 5, 6))
+    tolerance = 0.02 if suffix == ".jpg" else 1 / 254
+    np.testing.assert_allclose(pixels[:, 2, 3], expected, atol=tolerance)
+    assert pixels.dtype == np.float32
+    assert len(digest) == 64
+    assert facts(path).grey == (channels == 1)
+
+
+def test_16_bits_by_a_given_white(tmp_path):
+    path = draw(tmp_path / "a.png", 1024, mode="I;16")
+    assert read(path, Preprocessing(1, 5, 6, white=4096.0))[0][0, 0, 0] == pytest.approx(0.25)
+    assert facts(path).bits == 16
+
+
+def test_orientation_of_the_camera_is_applied(tmp_path):
+    image = Image.new("L", (6, 4))
+    image.putpixel((5, 0), 255)  # top right
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90°: the top right comes to the bottom right
+    image.save(tmp_path / "a.png", exif=exif)
+    found = facts(tmp_path / "a.png")
+    assert (found.height, found.width, found.turned) == (6, 4, True)
+    pixels, _ = read(tmp_path / "a.png", Preprocessing(1, 6, 4))
+    assert pixels[0, 5, 3] == 1.0
+    assert pixels.sum() == 1.0
+
+
+def test_resizing_covers_and_takes_the_middle(tmp_path):
+    image = Image.new("L", (40, 20))
+    image.paste(255, (10, 0, 30, 20))  # the middle square is white
+    image.save(tmp_path / "a.png")
+    pixels, _ = read(tmp_path / "a.png", Preprocessing(1, 10, 10, resize=True))
+    assert pixels[0, :, 1:9].min() == 1.0
+    with pytest.raises(BadImage, match="is 40×20 pixels, not 10×10"):
+        read(tmp_path / "a.png", Preprocessing(1, 10, 10))
+
+
+def test_mixed_sizes_are_named_and_cured(tmp_path):
+    root = tree(tmp_path / "d")
+    draw(root / "dog" / "odd.png", size=(9, 9))
+    with pytest.raises(DataError, match=r"2 sizes: 6×5 \(4\), 9×9 \(1\)\. Give --image-size N.*Not 6×5: dog/odd\.png"):
+        load(root)
+    data = load(root, image_size=4)
+    assert data.x_train.shape == (5, 1, 4, 4)
+    assert any("5 of 5 images are scaled to cover 4×4" in note for note in data.notes)
+    assert load(root, image_size=[4, 8]).x_train.shape == (5, 1, 4, 8)
+
+
+def test_mixed_colours_are_said(tmp_path):
+    root = tree(tmp_path / "d")
+    draw(root / "dog" / "odd.png", (10, 20, 30, 0), mode="RGBA")
+    data = load(root)
+    assert data.x_train.shape == (5, 3, 5, 6)
+    text = "\n".join(data.notes)
+    assert "4 of 5 images are greyscale, repeated to RGB" in text
+    assert "1 of 5 images are with transparency, put on black" in text
+    assert load(root, channels="grey").x_train.shape == (5, 1, 5, 6)
+
+
+def test_bad_files_stop_the_run_or_are_left_out_and_named(tmp_path):
+    root = tree(tmp_path / "d", count=3)
+    (root / "cat" / "empty.png").write_bytes(b"")
+    (root / "cat" / "words.jpg").write_text("no image")
+    noise = np.random.default_rng(0).integers(0, 255, (5, 6), dtype=np.uint8)
+    Image.fromarray(noise).save(root / "dog" / "torn.png")
+    whole = (root / "dog" / "torn.png").read_bytes()
+    (root / "dog" / "torn.png").write_bytes(whole[:50])
+    with pytest.raises(DataError, match=r"(?s)2 image\(s\) in .*--skip-bad.*2 × is not an image: cat/empty\.png, cat/words\.jpg"):
+        load(root)
+    for name in ("empty.png", "words.jpg"):
+        (root / "cat" / name).unlink()
+    with pytest.raises(DataError, match=r"(?s)1 image\(s\).*torn\.png"):
+        load(root)
+    (root / "cat" / "words.jpg").write_text("no image")
+    data = load(root, skip_bad=True)
+    assert len(data) == 6
+    left_out = [note for note in data.notes if "left out" in note]
+    assert len(left_out) == 2
+    assert "cat/words.jpg" in left_out[0]
+    assert "dog/torn.png" in left_out[1]
+
+
+def test_what_is_no_data_set_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no folders"):
+        load(tmp_path / "empty")
+    tree(tmp_path / "one", classes=("cat",))
+    with pytest.raises(DataError, match=r"one class only \(cat\)"):
+        load(tmp_path / "one")
+    (tree(tmp_path / "hole") / "zebra").mkdir()
+    with pytest.raises(DataError, match="hold no usable image: zebra"):
+        load(tmp_path / "hole")
+    draw(tree(tmp_path / "stray") / "lonely.png")
+    with pytest.raises(DataError, match=r"lie in no class folder: lonely\.png"):
+        load(tmp_path / "stray")
+    tree(tmp_path / "half" / "test")
+    with pytest.raises(DataError, match="none called train"):
+        load(tmp_path / "half")
+    with pytest.raises(DataError, match="folder of class folders"):
+        load(tmp_path / "nowhere")
+
+
+def test_other_files_are_left_aside_and_said(tmp_path):
+    root = tree(tmp_path / "d")
+    (root / "cat" / "readme.txt").write_text("hello")
+    (root / "cat" / ".DS_Store").write_text("hidden")
+    data = load(root)
+    assert any("1 file(s) that are no images (.txt)" in note for note in data.notes)
+
+
+def test_files_in_deeper_folders_count(tmp_path):
+    root = tree(tmp_path / "d")
+    draw(root / "cat" / "2024" / "x.png")
+    assert len(load(root)) == 5
+
+
+def test_the_fingerprint_is_that_of_the_files(tmp_path):
+    root = tree(tmp_path / "d")
+    same = {load(root).fingerprint(), load(root, image_size=4, normalise="0.1/0.2").fingerprint()}
+    assert len(same) == 1
+    draw(root / "cat" / "p0_0.png", 7)
+    assert load(root).fingerprint() not in same
+
+
+def patients(root):
+    for k, name in enumerate(("cat", "dog")):
+        for i in range(4):
+            draw(root / name / f"pat{i}" / f"p{i}_{k}.png", 10 * i)
+    return root
+
+
+@pytest.mark.parametrize("pattern", [r"^(p\d+)_", r"(?P<other>x)?(?P<patient>p\d+)_", r"/(pat\d)/"])
+def test_patients_from_names(tmp_path, pattern):
+    data = load(patients(tmp_path / "d"), "patient", unit_pattern=pattern)
+    assert len(np.unique(data.unit)) == 4
+    assert data.unit[0] == data.unit[4]
+
+
+def test_patients_from_a_table(tmp_path):
+    root = patients(tmp_path / "d")
+    files = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.png"))
+    table = tmp_path / "who.csv"
+    table.write_text("File,Patient,age\n" + "".join(f"{f},{f[-5]},7\n" for f in files))
+    assert load(root, "patient", unit_csv=str(table)).unit.tolist() == ["0"] * 4 + ["1"] * 4
+    table.write_text("file,patient\n" + "".join(f"{f.rpartition('/')[2]},a\n" for f in files[:-1]))
+    with pytest.raises(DataError, match=r"1 image\(s\) have no patient by .*dog/pat3/p3_1\.png"):
+        load(root, "patient", unit_csv=str(table))
+    table.write_text(f"file,patient\n{files[0]},a\n{files[0]},b\n")
+    with pytest.raises(DataError, match=r"line 3.*belongs to 'a' and to 'b'"):
+        load(root, "patient", unit_csv=str(table))
+    table.write_text("picture,patient\nx,y\n")
+    with pytest.raises(DataError, match="one called file"):
+        load(root, "patient", unit_csv=str(table))
+
+
+def test_an_owner_must_be_known_and_on_one_side(tmp_path):
+    root = patients(tmp_path / "d" / "train")
+    with pytest.raises(DataError, match="--unit-pattern"):
+        load(root, "patient")
+    with pytest.raises(DataError, match=r"8 image\(s\) have no patient"):
+        load(root, "patient", unit_pattern="^(q)_")
+    draw(tmp_path / "d" / "test" / "cat" / "p2_9.png")
+    with pytest.raises(DataError, match=r"1 patient\(s\) have images in train and in test \(p2\)"):
+        load(tmp_path / "d", "patient", unit_pattern=r"^(p\d+)_")
+    (tmp_path / "d" / "test" / "cat" / "p2_9.png").rename(tmp_path / "d" / "test" / "cat" / "p9_9.png")
+    assert load(tmp_path / "d", "patient", unit_pattern=r"^(p\d+)_").unit.shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"image_size": 0}, "between 1 and 4096"),
+        ({"image_size": "big"}, "one whole number"),
+        ({"channels": "blue"}, "auto, grey or rgb"),
+        ({"white": -1.0}, "counts as white"),
+        ({"normalise": "loud"}, "MEAN/STD"),
+        ({"normalise": "0.5/0"}, "above 0"),
+        ({"normalise": "0.1,0.2/0.5"}, "one for each of 1 channel"),
+        ({"unit_pattern": "("}, "no regular expression"),
+        ({"unit_pattern": "p"}, "has no group"),
+        ({"unit_pattern": "(p)", "unit_csv": "x"}, "exclude each other"),
+        ({"unit_csv": "nowhere.csv"}, "no file at"),
+        ({"colour": 1}, "unknown data option"),
+    ],
+)
+def test_options_are_checked(tmp_path, options, words):
+    with pytest.raises(DataError, match=words):
+        load(tree(tmp_path / "d"), **options)
+    if "normalise" not in options and "colour" not in options:
+        with pytest.raises(DataError):
+            load("digits", **options)
+
+
+def test_floating_point_images_are_refused(tmp_path):
+    draw(tmp_path / "a.tif", 0.5, mode="F")
+    with pytest.raises(BadImage, match="no known range"):
+        facts(tmp_path / "a.tif")
+
+
+def test_formats_that_were_not_asked_for_are_not_decoded(tmp_path):
+    """A PostScript or PSD file with the name of a PNG never reaches its decoder."""
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+    with pytest.raises(BadImage, match="is not an image"):
+        facts(tmp_path / "a.png")
