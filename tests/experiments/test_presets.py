@@ -13,10 +13,11 @@ import erlangen.data.base
 from erlangen.data.base import Dataset
 from erlangen.experiments import Cell, Preset, preset, presets
 from erlangen.experiments.rep import MECHANISMS, TABLE_1
-from erlangen.experiments.runner import run_preset, small_parameters
+from erlangen.experiments.runner import run_preset
 from erlangen.mechanisms import mechanisms
 from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
+from erlangen.training.metrics import near_zero
 
 SHAPES = {
     "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100), "tiny_imagenet_200": ((3, 64, 64), 200),
@@ -119,4 +120,4 @@ def test_a_preset_runs_and_goes_on_where_it_stopped(tmp_path, toy, together):
 
 
 def test_small_parameters():
-    assert small_parameters([torch.tensor([0.0, 1.0]), torch.tensor([[1e-4], [-5.0]])]) == 0.5
+    assert near_zero([torch.tensor([0.0, 1.0]), torch.tensor([[1e-4], [-5.0]])]) == 0.5

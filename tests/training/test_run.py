@@ -122,10 +122,14 @@ def test_certificates_verify_and_tampering_shows(tmp_path):
 
 def test_what_is_not_private_is_listed(tmp_path):
     result = run.train(dataclasses.replace(SMALL, non_private=True), tmp_path / "r")
-    assert result.summary["non_private"] == ["train_loss"]
+    assert result.summary["non_private"] == ["train_loss", "small_gradients"]
     lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert "train_loss" in lines[0]["non_private"]
-    assert json.loads((tmp_path / "r" / "certificate.json").read_text())["non_private"] == ["train_loss"]
+    assert set(lines[0]["non_private"]) == {"train_loss", "small_gradients"}
+    assert 0 <= lines[0]["non_private"]["small_gradients"] <= 1
+    assert json.loads((tmp_path / "r" / "certificate.json").read_text())["non_private"] == [
+        "train_loss",
+        "small_gradients",
+    ]
     assert "train_loss" in (tmp_path / "r" / "certificate.md").read_text()
 
 
@@ -170,3 +174,171 @@ def test_a_second_writer_is_refused(tmp_path):
     interrupted(folder, 4)
     with Ledger.open(folder / "ledger.jsonl"), pytest.raises(LedgerError):
         run.resume(folder)
+
+
+# --- resuming, said aloud ------------------------------------------------------------------------------------------
+
+
+def test_a_missing_checkpoint_is_said_and_its_releases_stay_spent(tmp_path):
+    folder, said = tmp_path / "run", []
+    interrupted(folder, 4, dataclasses.replace(SMALL, epsilon=None, noise_multiplier=1.0))
+    (folder / "checkpoint.safetensors").unlink()
+    result = run.resume(folder, say=said.append)
+    assert "no checkpoint" in said[0]
+    assert "4 releases" in said[0]
+    assert result.summary["steps"] == 8
+    assert read_ledger(folder / "ledger.jsonl").steps == 12
+
+
+def test_a_finished_run_is_complete_and_stays_as_it_is(tmp_path):
+    folder, said = tmp_path / "run", []
+    done = run.train(SMALL, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if "ledger" not in path.name}
+    again = run.resume(folder, say=said.append)
+    assert said == [f"{folder} is complete: all 8 steps are done; nothing was trained"]
+    assert again.summary == {**done.summary, "complete": True}
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if "ledger" not in path.name}
+    assert read_ledger(folder / "ledger.jsonl").steps == 8
+    (folder / "certificate.json").unlink()  # killed between the weights and the certificate
+    run.resume(folder, say=said.append)
+    assert certificate_check.verify(folder / "certificate.json") == []
+    assert len(said) == 1
+
+
+def test_damage_to_the_ledger_is_said_counted_and_certified(tmp_path):
+    folder, said = tmp_path / "run", []
+    interrupted(folder, 4, dataclasses.replace(SMALL, epsilon=None, noise_multiplier=1.0))
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(b"[0,3")
+    summary = run.resume(folder, say=said.append).summary
+    assert "was damaged and has been repaired" in said[0]
+    assert "torn" in summary["ledger_notes"][0]
+    assert read_ledger(folder / "ledger.jsonl").steps > 8
+    assert certificate_check.examine(folder / "certificate.json").notes
+    assert "torn" in (folder / "certificate.md").read_text()
+
+
+def test_a_lone_copy_is_refused_until_accepted(tmp_path):
+    folder = tmp_path / "run"
+    interrupted(folder, 4)
+    (folder / "ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="--single-copy"):
+        run.resume(folder)
+    said = []
+    assert run.resume(folder, say=said.append, single_copy=True).summary["steps"] == 8
+    assert "missing" in said[0]
+
+
+def test_a_lost_ledger_is_no_fresh_start(tmp_path):
+    folder = tmp_path / "run"
+    interrupted(folder, 4)
+    for name in ("ledger.jsonl", "ledger.jsonl.copy"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match="cannot be known"):
+        run.resume(folder)
+    for name in ("checkpoint.safetensors", "metrics.jsonl"):  # killed before the ledger existed: nothing had left memory
+        (folder / name).unlink()
+    assert run.resume(folder, say=lambda _: None).summary["guarantee"]["releases"] == 8
+
+
+def test_moved_data_is_found_by_its_fingerprint(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    arrays = {"x_train": rng.normal(size=(200, 4, 4)), "y_train": rng.integers(0, 2, 200)}
+    np.savez(tmp_path / "d.npz", **arrays)
+    monkeypatch.chdir(tmp_path)
+    interrupted(tmp_path / "run", 4, dataclasses.replace(SMALL, data="d.npz"))
+    monkeypatch.chdir("/")  # the path was stored absolute
+    (tmp_path / "d.npz").rename(tmp_path / "moved.npz")
+    with pytest.raises(ConfigError, match="say where: --data"):
+        run.resume(tmp_path / "run")
+    np.savez(tmp_path / "other.npz", **{**arrays, "y_train": arrays["y_train"][::-1]})
+    with pytest.raises(ConfigError, match="fingerprint differs"):
+        run.resume(tmp_path / "run", data=str(tmp_path / "other.npz"))
+    assert run.resume(tmp_path / "run", data=str(tmp_path / "moved.npz")).summary["steps"] == 8
+    assert TrainConfig.from_file(tmp_path / "run" / "config.json").data == str(tmp_path / "moved.npz")
+    certified = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert str(tmp_path) not in json.dumps(certified), "where the owner keeps the data is nobody's business"
+
+
+def test_a_second_ctrl_c_does_not_wait_and_counts_what_was_reserved(tmp_path, monkeypatch):
+    folder, plain = tmp_path / "run", Session.step
+
+    def step(self):
+        if self.step_count == 3:
+            self.training.before_release[0](self.training.event())  # accounted, not yet used
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        plain(self)
+
+    monkeypatch.setattr(Session, "step", step)
+    with pytest.raises(run.Interrupted, match=r"in the middle of step 4 of 8: ε = .* --resume"):
+        run.train(SMALL, folder)
+    monkeypatch.undo()
+    assert read_ledger(folder / "ledger.jsonl").steps == 4
+    assert run.resume(folder).summary["guarantee"]["epsilon"]["pld"] <= 3.0
+
+
+def test_a_write_that_is_interrupted_leaves_a_ledger_that_opens(tmp_path, monkeypatch):
+    """Ctrl-C between the two copies: nothing may be appended to uneven files."""
+    from erlangen.accounting import ledger as module
+
+    folder, plain, calls = tmp_path / "run", module._write_all, []
+
+    def interrupt(file, data):
+        calls.append(1)
+        plain(file, data)
+        if len(calls) == 7:  # the first copy of the first reservation
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_write_all", interrupt)
+    with pytest.raises((KeyboardInterrupt, run.Interrupted)):
+        run.train(SMALL, folder)
+    monkeypatch.undo()
+    book = read_ledger(folder / "ledger.jsonl")
+    assert book.notes
+    result = run.resume(folder, say=lambda _: None)
+    assert epsilon(read_ledger(folder / "ledger.jsonl").pairs(), result.session.config.delta) <= 3.0
+
+
+def test_classes_that_only_the_test_set_has_are_said(tmp_path):
+    rng, said = np.random.default_rng(0), []
+    arrays = {"x_train": rng.normal(size=(80, 4, 4)), "y_train": rng.integers(0, 2, 80)}
+    np.savez(tmp_path / "d.npz", **arrays, x_test=rng.normal(size=(10, 4, 4)), y_test=np.arange(10) % 4)
+    run.train(dataclasses.replace(SMALL, data=str(tmp_path / "d.npz"), batch=20, steps=1), say=said.append)
+    assert "never occur in y_train (2, 3): 40.0%" in said[0]
+
+
+def test_a_damaged_checkpoint_is_a_clear_error(tmp_path):
+    from erlangen.training import checkpoint
+
+    folder = tmp_path / "run"
+    interrupted(folder, 4)
+    saved = folder / "checkpoint.safetensors"
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be read"):
+        run.resume(folder)
+    saved.write_bytes(whole)
+    state = checkpoint.load(saved)
+    del state["optimizer"]
+    checkpoint.save(saved, state)
+    with pytest.raises(checkpoint.CheckpointError, match="does not fit this run"):
+        run.resume(folder)
+    assert read_ledger(folder / "ledger.jsonl").steps == 4
+
+
+def test_a_read_only_folder_is_a_clear_error(tmp_path, monkeypatch):
+    """As root, permissions do not bite: the system call is made to fail as a read-only file system does."""
+    from erlangen.accounting import ledger as module
+
+    folder = tmp_path / "run"
+    interrupted(folder, 4)
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(module.os, "open", refuse)
+    with pytest.raises(LedgerError, match="Read-only file system"):
+        run.resume(folder)
+    monkeypatch.undo()
+    assert read_ledger(folder / "ledger.jsonl").steps == 4

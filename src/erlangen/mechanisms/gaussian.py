@@ -94,6 +94,10 @@ class GaussianMechanism(Mechanism):
         torch._foreach_add_([self._sum[name] for name in totals], list(totals.values()))
         self._ask(norms, gradients.valid)
 
+    def clipped_sum(self) -> Mapping[str, Tensor]:
+        """Σ of the clipped contributions so far, *before noise*: a diagnostic that no guarantee covers."""
+        return self._sum
+
     def _ask(self, norms: Tensor, valid: Tensor | None) -> None:
         query = self.clipping.side_query(norms)
         if query is not None:

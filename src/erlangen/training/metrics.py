@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -35,3 +36,9 @@ def calibration_error(confidence: Tensor, right: Tensor, bins: int = 15) -> floa
     count = torch.bincount(index, minlength=bins).clamp(min=1).to(confidence)
     gap = torch.bincount(index, right - confidence, minlength=bins) / count
     return float((gap.abs() * torch.bincount(index, minlength=bins)).sum() / max(len(confidence), 1))
+
+
+def near_zero(tensors: Iterable[Tensor], threshold: float = 1e-3) -> float:
+    """The share of entries below ``threshold`` in magnitude: 1 − ℓ0^ε/d. Public for released weights, not for gradients."""
+    flat = torch.cat([t.detach().flatten().float() for t in tensors])
+    return float((flat.abs() < threshold).float().mean())

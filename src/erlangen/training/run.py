@@ -35,6 +35,7 @@ from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.distributed import begin
 from erlangen.training.folder import absolute, append_line, open_folder, remark_on, stream_id, write
+from erlangen.training.metrics import near_zero
 from erlangen.training.session import Session, load_data
 from erlangen.workers import Workers
 
@@ -154,7 +155,9 @@ def _old_ledger(folder: Path, config: TrainConfig, dataset: Dataset, single_copy
     path = folder / "ledger.jsonl"
     if path.exists() or copy_path(path).exists():
         return Ledger.open(path, single_copy)
-    left = [name for name in ("checkpoint.safetensors", "metrics.jsonl", "weights.safetensors") if (folder / name).exists()]
+    left = [
+        name for name in ("checkpoint.safetensors", "metrics.jsonl", "weights.safetensors") if (folder / name).exists()
+    ]
     if left:
         raise ConfigError(
             f"the ledger of {folder} is gone, but {left[0]} is there: what it cost cannot be known. Restore ledger.jsonl, or "
@@ -177,7 +180,9 @@ def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callab
     try:
         session.load_state_dict(state)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise checkpoint.CheckpointError(f"{saved} does not fit this run: {str(error)[:200] or type(error).__name__}") from error
+        raise checkpoint.CheckpointError(
+            f"{saved} does not fit this run: {str(error)[:200] or type(error).__name__}"
+        ) from error
 
 
 def _finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
@@ -248,6 +253,7 @@ def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:
     """Metrics of this moment, and a checkpoint of it."""
     metrics: dict[str, Any] = {"step": session.step_count, "epsilon": _number(session.epsilon()), **session.evaluate()}
+    metrics["small_parameters"] = near_zero(w for w in session.weights().values() if w.is_floating_point())
     if session.config.non_private:
         metrics["non_private"] = dict(session.non_private)
     if folder is not None and ledger is not None:
@@ -335,7 +341,7 @@ def is_evaluation(config: TrainConfig, done: int) -> bool:
 
 def non_private(config: TrainConfig) -> list[str]:
     """Statistics of private records that were computed outside a mechanism."""
-    return ["train_loss"] if config.non_private else []
+    return ["train_loss", "small_gradients"] if config.non_private else []
 
 
 @contextmanager
@@ -373,7 +379,8 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
         "releases": session.accountant.steps,
     }
     return {
-        "test": {k: v for k, v in metrics.items() if k not in ("step", "epsilon", "non_private")},
+        "test": {k: v for k, v in metrics.items() if k not in ("step", "epsilon", "non_private", "small_parameters")},
+        "small_parameters": metrics.get("small_parameters"),
         "guarantee": guarantee,
         "steps": session.step_count,
         "planned_steps": config.steps,

@@ -24,7 +24,15 @@ from erlangen.data.augment import draw, views
 from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import Tape
-from erlangen.mechanisms import Context, SecureNoise, StreamNoise, make_clipping, make_mechanism
+from erlangen.mechanisms import (
+    Context,
+    GaussianMechanism,
+    Mechanism,
+    SecureNoise,
+    StreamNoise,
+    make_clipping,
+    make_mechanism,
+)
 from erlangen.mechanisms.denoise import JamesStein
 from erlangen.models import make_model
 from erlangen.private import PrivateTraining, refuse_module
@@ -35,7 +43,7 @@ from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ema import EMA
-from erlangen.training.metrics import evaluate
+from erlangen.training.metrics import evaluate, near_zero
 from erlangen.training.normalise import release_normalisation, wants_private
 from erlangen.training.public import PublicPredictions, predictions
 from erlangen.workers import Workers, local_rank
@@ -68,7 +76,9 @@ class Session:
             self.prior.append(release)
         self.device = torch.device(_device(config.device, self.workers))
         if self.device.type == "cuda" and config.pad:
-            torch.backends.cudnn.benchmark = True  # static shapes: the library may try its kernels once and keep the best
+            torch.backends.cudnn.benchmark = (
+                True  # static shapes: the library may try its kernels once and keep the best
+            )
         self.x, self.y = (
             torch.from_numpy(dataset.x_train).to(self.device),
             torch.from_numpy(dataset.y_train).to(self.device),
@@ -145,8 +155,16 @@ class Session:
             assert config.delta is not None
             before = [(release.event, 1) for release in self.prior]
             training.calibrate(config.epsilon, config.delta, config.steps, "pld", before)
+        if config.non_private:
+            training.before_release.append(lambda _: self._note_gradients(mechanism))
         training.install()
         return training
+
+    def _note_gradients(self, mechanism: Mechanism) -> None:
+        """ℓ0^ε of the clipped mean gradient before noise: not private, and only where it was asked for."""
+        if isinstance(mechanism, GaussianMechanism):
+            mean = (total / self.config.batch for total in mechanism.clipped_sum().values())
+            self.non_private["small_gradients"] = near_zero(mean, 1e-4)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -303,5 +321,7 @@ def _device(name: str, workers: Workers | None = None) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} but this PyTorch sees no GPU; use --device cpu")
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; give cuda:0 or another of them")
+        raise ConfigError(
+            f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; give cuda:0 or another of them"
+        )
     return own if name == "cuda" else name
