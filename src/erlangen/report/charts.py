@@ -232,10 +232,10 @@ def audit(run: Run) -> Chart | None:
         "audit",
         "Audit",
         "The run's configuration was replayed with canaries and attacked. An attack above the claim would refute it. A passing "
-        "audit is never proof: it can show at most the grey mark.",
+        "audit is never proof: it can show at most the grey mark (above the chart where it is missing; see the data).",
         f"Verdict: {verdict}. " + "; ".join(f"{n}: at least {plain(s)} shown" for n, s in zip(names, series[0].y)),
         Axis("audit", categories=names),
-        Axis("ε"),
+        Axis("ε", (0.0, 1.6 * max(*series[0].y, *series[2].y, 1e-9))),
         tuple(series),
         height=340,
     )  # fmt: skip

@@ -145,10 +145,9 @@ def _taps(model: nn.Module, mechanism: Mechanism) -> list[tuple[str, np.ndarray,
             totals["own"] = totals["own"] + layer.expansion.expand(white * relative).square().mean((0, 1)).cpu()
             totals["iso"] = totals["iso"] + layer.expansion.expand(white).square().mean().cpu()
         ratio = (totals["own"] / totals["iso"]).sqrt().double().numpy()
-        words = f"from {_factor(float(ratio.min()))} to {_factor(float(ratio.max()))} of ISO's mean"
-        out.append(
-            (f"{path}: {words}", ratio / max(float(ratio.max()), 1e-12), f"noise on the taps of {path}, {words}")
-        )
+        low, high = _factor(float(ratio.min())), _factor(float(ratio.max()))
+        alt = f"noise on the taps of {path}, from {low} to {high} of ISO's mean"
+        out.append((f"{path}, {low} to {high}", ratio / max(float(ratio.max()), 1e-12), alt))
     return out[:MOST_KERNELS]
 
 
@@ -170,8 +169,8 @@ def _kernel_gallery(run: Run, kernels: list[tuple[str, np.ndarray, str]]) -> Gal
     caption = (
         "Kernel frequencies, the mean in the middle. Bright: released, with noise. Dark: removed before clipping, no noise."
         if spectral
-        else "The same noise on the kernels that the network convolves with, tap by tap, averaged over channels. Bright: "
-        "more noise. Drawn from the kernel basis alone."
+        else "The same noise on the kernels that the network convolves with, tap by tap, averaged over channels, in "
+        "units of ISO's mean on the same kernels. Bright: more noise. Drawn from the kernel basis alone."
     )
     title = "Which frequencies carry noise" if spectral else "The noise on the kernels"
     pictures = tuple(Picture(pixels, label, alt) for label, pixels, alt in kernels)

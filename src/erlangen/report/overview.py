@@ -40,7 +40,10 @@ def method_names(runs: list[Run]) -> dict[int, str]:
     """For each run (by place) the options in which the runs differ as methods; the mechanism if in none."""
     options = [json.loads(run.config.to_json()) for run in runs]
     differing = [key for key in METHOD if len({json.dumps(o[key], sort_keys=True) for o in options}) > 1]
-    return {k: " · ".join(_words(o[key]) for key in differing or ["mechanism"]) for k, o in enumerate(options)}
+    return {
+        k: " · ".join(word for key in differing or ["mechanism"] if (word := _words(o[key])))
+        for k, o in enumerate(options)
+    }
 
 
 def points(runs: list[Run]) -> list[Point]:
@@ -68,7 +71,10 @@ def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
         notes = tuple(f"{len(p.accuracies)} run(s)" for p in mine)
         x, y = floats([p.epsilon for p in mine]), floats([p.mean for p in mine])
         series.append(Series(name, x, y, "points", low, high, f"c{k % 8}", joined=True, notes=notes))
-    front = [private[i] for i in pareto([(p.epsilon, p.mean) for p in private])]
+    rounded = [
+        (float(f"{p.epsilon:.2g}"), p.mean) for p in private
+    ]  # σ is calibrated to a tolerance: 2.999 is no less than 3
+    front = [private[i] for i in pareto(rounded)]
     series.append(
         Series(
             "Pareto front", floats([p.epsilon for p in front]), floats([p.mean for p in front]), "steps", colour="ink",
@@ -86,11 +92,17 @@ def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
         f"both more private and more accurate.{note}",
         f"The front goes from {front[0].mean:.1%} at ε = {front[0].epsilon:.3g} ({front[0].method}) to {best.mean:.1%} at "
         f"ε = {best.epsilon:.3g} ({best.method}).",
-        Axis("ε (smaller is more private)", log=private[-1].epsilon / private[0].epsilon > 20),
+        epsilon_axis(private[0].epsilon, private[-1].epsilon),
         Axis("accuracy on the public test set", percent=True),
         tuple(series),
         height=440,
     )
+
+
+def epsilon_axis(low: float, high: float) -> Axis:
+    """Logarithmic over more than a factor 20; not closer than 10 % to points that all have the same ε."""
+    span = (0.9 * low, 1.1 * high) if high < 1.1 * low else None
+    return Axis("ε (smaller is more private)", span=span, log=high > 20 * low)
 
 
 def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
@@ -123,7 +135,7 @@ def comparability(runs: list[Run]) -> list[str]:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k}={_words(v)}" for k, v in sorted(value.items())) or "default"
+        return ", ".join(f"{k}={_words(v)}" for k, v in sorted(value.items()))
     if isinstance(value, list):
         return "×".join(_words(v) for v in value)
-    return "–" if value is None else str(value)
+    return "" if value is None else str(value)

@@ -65,6 +65,10 @@ class Report:
     warnings: tuple[str, ...]
     pages: tuple[RunPage, ...]
 
+    @property
+    def has_non_private(self) -> bool:
+        return any(part.non_private for page in self.pages for part in page.parts)
+
     def figures(self) -> dict[str, Figure]:
         """Every figure by its name, unique in the report."""
         parts = ([self.overview] if self.overview else []) + [part for page in self.pages for part in page.parts]
@@ -80,7 +84,7 @@ def build(runs: Sequence[Run], details: int = DETAILS) -> Report:
         words = (
             () if together else ("There are fewer than two settings with a test accuracy and a finite ε to compare.",)
         )
-        part = Part("compare", "Accuracy against ε", (("pareto", together),) if together else (), words)
+        part = Part("compare", "Comparison", (("pareto", together),) if together else (), words)
     chosen = [runs[k] for k in in_detail(runs, details)]
     pages = tuple(_run_page(run, f"run{k + 1}", several) for k, run in enumerate(chosen))
     return Report(tuple(runs), part, tuple(overview.comparability(list(runs))) if several else (), pages)
