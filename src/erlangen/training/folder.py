@@ -63,7 +63,7 @@ def open_folder(out: str | Path, overwrite: bool) -> Path:
             raise ConfigError(
                 f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with --resume {folder}"
             )
-        if not (folder / "config.json").exists():
+        if not any((folder / name).exists() for name in ("config.json", "ledger.jsonl", "ledger.jsonl.copy")):
             raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it")
         shutil.rmtree(folder)
     try:

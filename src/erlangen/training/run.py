@@ -128,7 +128,9 @@ def resume(
 
 def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds no run to resume: there is no config.json")
+        begun = (folder / "ledger.jsonl").exists()
+        cure = f"; it ended before training began: start it again with --out {folder} --overwrite" if begun else ""
+        raise ConfigError(f"{folder} holds no run to resume: there is no config.json{cure}")
     not_allowed = set(changes) - {"data", "device", "max_physical_batch"}
     if not_allowed:
         raise ConfigError(f"{', '.join(sorted(not_allowed))} cannot change in a resumed run; start a new one")
