@@ -1,6 +1,6 @@
 """Tune a preset's learning rate and clipping bound on a split of its *training* set, before the test set is read once.
 
-    python benchmarks/tune.py gredp-table1-lenet5 --lr 0.05 0.1 0.2 --clip 0.3 1.0 --out benchmarks/results/tune.json
+    python benchmarks/tune.py gredp-table1 --lr 0.05 0.1 0.2 --clip 0.3 1.0 --out benchmarks/results/tune.json
 
 Every cell of the preset gets the same grid. The held-out part of the training set is drawn by a fixed seed; noise is
 calibrated for the smaller training set, so that the tuning runs have the preset's ε. What tuning costs in privacy is not

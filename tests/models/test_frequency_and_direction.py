@@ -64,3 +64,56 @@ def test_fine_tuning_the_last_convolutions(count):
     assert not any(p.requires_grad for p in gredp.fine_tune(gredp.lenet5(), 0, head=False).parameters())
     with pytest.raises(ValueError, match="has 2 convolutions"):
         gredp.fine_tune(gredp.lenet5(), 3)
+
+
+def test_a_public_checkpoint_is_loaded_and_fine_tuned(tmp_path, monkeypatch):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    public = make_model("resnet18", (3, 32, 32), 10)
+    save_file(public.state_dict(), str(tmp_path / "there.safetensors"))
+    torch.save({"state_dict": public.state_dict()}, tmp_path / "there.pt")
+    monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path))
+    for weights, convolutions, wanted in (
+        ("there", 1, 512 * 512 * 9 + 512 * 100 + 100),
+        (str(tmp_path / "there.pt"), 2, 2 * 512 * 512 * 9 + 512 * 100 + 100),
+    ):
+        model = make_model("resnet18", (3, 32, 32), 100, weights=weights, convolutions=convolutions)
+        own, theirs = model.state_dict(), public.state_dict()
+        same = [n for n in own if own[n].shape == theirs[n].shape]
+        assert len(same) == len(own) - 2, "all but the head of another number of classes"
+        assert all(torch.equal(own[n], theirs[n]) for n in same)
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == wanted
+    with pytest.raises(ValueError, match="no such file"):
+        make_model("resnet18", (3, 32, 32), 10, weights="elsewhere")
+    save_file({k: v for k, v in public.state_dict().items() if "4.conv1" not in k}, str(tmp_path / "holes.safetensors"))
+    with pytest.raises(ValueError, match="does not fit"):
+        make_model("resnet18", (3, 32, 32), 10, weights="holes")
+
+
+def test_pretraining_learns_and_halves_are_apart(monkeypatch):
+    import numpy as np
+
+    import erlangen.data.base
+    from erlangen.data.base import Dataset
+    from erlangen.experiments.pretrain import half, pretrain
+
+    rng = np.random.default_rng(0)
+    y = np.arange(120) % 2
+    x = (rng.normal(0, 0.3, (120, 1, 8, 8)) + (2 * y - 1)[:, None, None, None]).astype(np.float32)
+    monkeypatch.setitem(erlangen.data.base._DATASETS, "cifar10", lambda: Dataset("cifar10", x, y, x, y, 2))
+    first, second = half(0), half(1)
+    assert len(first) + len(second) == 120
+    assert not np.intersect1d(first.x_train[:, 0, 0, 0], second.x_train[:, 0, 0, 0]).size
+    whole = Dataset("toy", x, y, x, y, 2)
+    _, scores = pretrain(whole, "mlp", epochs=3, batch=20)
+    assert scores["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["lenet", "model3", "alexnet", "resnet20", "resnet18"])
+def test_circulant_networks_have_fewer_parameters_and_the_same_outputs_shape(name):
+    shape = (1, 28, 28) if name == "lenet" else (3, 32, 32)
+    dense, few = make_model(name, shape, 10), make_model(name, shape, 10, circulant=4)
+    assert few(torch.zeros(2, *shape)).shape == (2, 10)
+    count = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
+    assert count(few) < 0.3 * count(dense)

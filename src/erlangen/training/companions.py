@@ -101,6 +101,14 @@ class Importance:
         self.session.model.load_state_dict(now)
 
 
+def noise_ratio(config: TrainConfig) -> float:
+    """σ of a selective update's decisions over σ of the gradient."""
+    ratio = float(config.selective_options.get("noise_ratio", 5.0))
+    if not ratio > 0:
+        raise ConfigError(f"noise_ratio is {ratio}; the judge's noise over the mechanism's must be positive")
+    return ratio
+
+
 class Judge:
     """Selective update of a session. ``noise_ratio`` is the judge's noise multiplier over the mechanism's.
 
@@ -111,9 +119,8 @@ class Judge:
     def __init__(self, session: Session) -> None:
         config = session.config
         options = dict(config.selective_options)
-        self.session, self.ratio = session, float(options.pop("noise_ratio", 5.0))
-        if not self.ratio > 0:
-            raise ConfigError(f"noise_ratio is {self.ratio}; the judge's noise over the mechanism's must be positive")
+        self.session, self.ratio = session, noise_ratio(config)
+        options.pop("noise_ratio", None)
         batch = options.pop("batch", config.batch)
         unknown = set(options) - {"bound", "threshold"}
         if unknown:
@@ -172,4 +179,4 @@ class Judge:
         self.kept = int(state["kept"])
 
 
-__all__ = ["Importance", "Judge", "make_sampler"]
+__all__ = ["Importance", "Judge", "make_sampler", "noise_ratio"]

@@ -1,0 +1,84 @@
+"""Public weights for the transfer table: ResNet-18 trained without privacy on data that is taken to be public.
+
+    python -m erlangen.experiments.pretrain --data cifar10_first_half --out $ERLANGEN_DATA
+
+CIFAR-10 is cut in two by record: one half plays the public data, the other the private. The split is part of the
+experiment and says nothing about anybody's privacy. Fashion-MNIST would do for MNIST in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from erlangen.data import Dataset, load
+from erlangen.data.base import register_dataset
+from erlangen.models import make_model
+from erlangen.training.metrics import evaluate
+
+
+def half(which: int) -> Dataset:
+    """Every other record of CIFAR-10's training set; the test set stays whole."""
+    data = load("cifar10")
+    return dataclasses.replace(
+        data, name=f"{data.name} half {which}", x_train=data.x_train[which::2], y_train=data.y_train[which::2]
+    )
+
+
+@register_dataset("cifar10_first_half")
+def first_half() -> Dataset:
+    return half(0)
+
+
+@register_dataset("cifar10_second_half")
+def second_half() -> Dataset:
+    return half(1)
+
+
+def pretrain(
+    data: Dataset, model: str = "resnet18", epochs: int = 30, rate: float = 0.05, batch: int = 128, device: str = "cpu"
+) -> tuple[torch.nn.Module, dict[str, float]]:
+    """Ordinary training with momentum, a cosine schedule, flips and shifts; the public test accuracy beside it."""
+    torch.manual_seed(0)
+    network = make_model(model, data.input_shape, data.classes).to(device)
+    x, y = torch.from_numpy(data.x_train).to(device), torch.from_numpy(data.y_train).to(device)
+    optimizer = torch.optim.SGD(network.parameters(), rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    steps = max(1, epochs * math.ceil(len(x) / batch))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        rows = torch.randint(len(x), (batch,), device=device)
+        images = x[rows]
+        images = images.flip(3) if step % 2 else images
+        images = torch.roll(images, tuple(torch.randint(-3, 4, (2,)).tolist()), (2, 3))
+        optimizer.zero_grad()
+        F.cross_entropy(network(images), y[rows]).backward()
+        optimizer.step()
+        schedule.step()
+    if data.x_test is None or data.y_test is None:
+        return network, {}
+    x_test, y_test = torch.from_numpy(data.x_test).to(device), torch.from_numpy(data.y_test).to(device)
+    return network, evaluate(network, x_test, y_test, data.classes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="cifar10_first_half")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True, help="folder for MODEL-DATA.safetensors")
+    arguments = parser.parse_args()
+    network, scores = pretrain(load(arguments.data), arguments.model, arguments.epochs, device=arguments.device)
+    path = arguments.out / f"{arguments.model}-{arguments.data.replace('_', '-')}.safetensors"
+    save_file({n: t.detach().cpu().contiguous() for n, t in network.state_dict().items()}, str(path))
+    print(f"{path}: public test accuracy {100 * scores.get('test_accuracy', math.nan):.1f} %")
+
+
+if __name__ == "__main__":
+    main()

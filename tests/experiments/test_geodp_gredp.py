@@ -1,0 +1,178 @@
+"""GeoDP's and GReDP's tables and figures: complete, priced at the truth, and able to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import erlangen.data.base
+from erlangen.data.base import Dataset
+from erlangen.experiments import Measurement, Point, Preset, preset, presets
+from erlangen.experiments.gredp import NETWORKS
+from erlangen.experiments.presets import SHAPES, cell_privacy
+from erlangen.experiments.releases import clipped_mean, per_sample
+from erlangen.experiments.runner import paired, run_preset
+from erlangen.mechanisms import Context, StreamNoise, make_clipping, make_mechanism, mechanisms
+from erlangen.models import make_model
+from erlangen.training.config import TrainConfig
+from erlangen.training.session import Session
+
+NAMES = [p.name for p in presets() if p.name.startswith(("geodp-", "gredp-"))]
+TRAINED = [n for n in NAMES if isinstance(preset(n), Preset)]
+
+
+def test_every_table_and_figure_has_a_name():
+    geodp = {f"geodp-{n}" for n in ("fig1", "fig3", "fig4", "fig5", "fig6", "table2", "table3", "theorem1")}
+    gredp = {f"gredp-{n}" for n in ("table1", "table2", "table3", "fig3", "fig4", "fig5")}
+    assert geodp | gredp <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_named_once_and_are_plain_data(name):
+    chosen = preset(name)
+    names = [cell.name for cell in chosen.cells]
+    assert len(set(names)) == len(names)
+    if isinstance(chosen, Measurement):
+        assert all(json.loads(json.dumps(dict(p.options))) == p.options for p in chosen.cells)
+        assert callable(chosen.function())
+        return
+    for cell in chosen.cells:
+        assert cell.config.mechanism in mechanisms()
+        assert TrainConfig.from_dict(json.loads(cell.config.to_json())) == cell.config
+        assert set(cell.against) <= set(names), "compared with a cell that is not there"
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_options_of_every_cell_build_a_mechanism(name):
+    """Networks stand in as a small one: what is checked is that options are known and fit together."""
+    small = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    for cell in preset(name).cells:
+        c = cell.config
+        rule = make_clipping(c.clipping, c.max_grad_norm, **c.clipping_options)
+        context = Context(1.0, rule, StreamNoise(0), small, c.batch, c.mechanism_options)
+        mechanism = make_mechanism(c.mechanism, context)
+        mechanism.bind(dict(small.named_parameters()), c.batch)
+        as_published = bool(c.mechanism_options.get("as_published"))
+        assert as_published == ("as published" in cell.name)
+        assert (mechanism.unsound is not None) == (as_published and c.mechanism == "geodp")
+
+
+def test_a_claim_is_priced_at_its_truth():
+    """σ from the paper's claim; ε of what is really released: √2 less noise, √L layers, or nothing at all."""
+    cells = {cell.name: cell for cell in preset("gredp-table1").cells}
+    dense = cell_privacy(cells["LeNet-5 GReDP as published"], 60_000)
+    assert dense["claimed_epsilon"] == 1.0
+    assert 1.6 < dense["epsilon"]["pld"] < 1.7
+    layered = cell_privacy(cells["LeNet-5 Spectral-DP as published"], 60_000)
+    assert layered["epsilon"]["pld"] > 15  # ten tensors, each clipped at C
+    assert 0.995 < cell_privacy(cells["LeNet-5 GReDP"], 60_000)["epsilon"]["pld"] <= 1.0
+    rows = {c.name: c for c in preset("geodp-table2").cells}
+    assert cell_privacy(rows["σ=1 GeoDP B=16384 β=0.1 as published"], 60_000)["epsilon"]["pld"] == "inf"
+
+
+def test_a_selective_cell_costs_more_than_its_plain_one():
+    rows = {c.name: c for c in preset("geodp-table2").cells}
+    plain, judged = (cell_privacy(rows[f"σ=10 {n} B=16384"], 60_000)["epsilon"]["pld"] for n in ("DP", "DP+SUR"))
+    assert plain < judged < 1.2 * plain
+    assert cell_privacy(rows["σ=10 DP+IS B=16384"], 60_000)["epsilon"]["pld"] == plain
+
+
+@pytest.fixture
+def digits_for(monkeypatch):
+    """Small random images in place of a data set."""
+
+    def use(name: str) -> None:
+        rng = np.random.default_rng(0)
+        shape, classes = SHAPES[name]
+        x, y = rng.uniform(-1, 1, (200, *shape)).astype(np.float32), np.arange(200) % classes
+        data = Dataset(name, x, y, x[:40], y[:40], classes)
+        monkeypatch.setitem(erlangen.data.base._DATASETS, name, lambda: data)
+
+    return use
+
+
+def test_what_the_dry_run_says_is_what_a_run_spends(digits_for):
+    digits_for("mnist")
+    rows = {c.name: c for c in preset("geodp-table2").quick().cells} | {c.name: c for c in preset("geodp-table2").cells}
+    for name in ("σ=10 DP+SUR B=16384", "σ=10 direction B=16384", "σ=10 GeoDP+SUR B=16384 β=0.1 as published"):
+        small = dataclasses.replace(rows[name].config, steps=2, batch=50, seed=0, model="mlp", device="cpu")
+        cell = dataclasses.replace(rows[name], config=small)
+        session = Session(small)
+        session.step()
+        session.step()
+        said = cell_privacy(cell, 200)["epsilon"]["pld"]
+        assert session.epsilon() == (math.inf if said == "inf" else pytest.approx(said, rel=1e-6))
+
+
+def test_a_quick_table_runs(digits_for, tmp_path):
+    digits_for("mnist")
+    chosen = preset("gredp-table1")
+    lenet = dataclasses.replace(chosen, cells=tuple(c for c in chosen.cells if c.name.startswith("LeNet")), records=200)
+    quick = lenet.quick()
+    assert "no result" in quick.note
+    some = dataclasses.replace(
+        quick, cells=tuple(dataclasses.replace(c, records=200) for c in quick.cells if "GReDP" in c.name or c.name.endswith(" DP-SGD"))
+    )  # fmt: skip
+    result = run_preset(some, tmp_path)
+    rows = {r["cell"]: r for r in result["rows"]}
+    assert set(rows["LeNet-5 GReDP"]["paired"]) == {"LeNet-5 DP-SGD"}
+    assert rows["LeNet-5 GReDP as published"]["claimed_epsilon"] == 1.0
+
+
+def test_a_quick_figure_runs_and_goes_on(digits_for, tmp_path):
+    digits_for("cifar10")
+    quick = preset("geodp-fig4").quick()
+    some = dataclasses.replace(
+        quick, cells=tuple(
+            dataclasses.replace(p, options={**p.options, "d": 60, "batch": 50}) for p in quick.cells[:4]
+        ), seeds=2,
+    )  # fmt: skip
+    result = run_preset(some, tmp_path)
+    assert {r["quantity"] for r in result["rows"]} == {"direction_mse", "gradient_mse", "cosine"}
+    assert all(math.isfinite(r["mean"]) for r in result["rows"])
+    before = (tmp_path / "measured.jsonl").read_text()
+    assert run_preset(some, tmp_path)["rows"] == result["rows"]
+    assert (tmp_path / "measured.jsonl").read_text() == before
+
+
+def test_points_say_what_they_release():
+    point = Point("p", {}, ("geodp", {"as_published": True, "beta": 0.1}, 8.0))
+    chosen = Measurement("m", "nobody", "m", "math:sqrt", (point, Point("q", {})), {})
+    spent = [row["epsilon"]["pld"] for row in chosen.privacy()]
+    assert spent == ["inf", 0.0]
+
+
+def test_collected_gradients_are_those_of_each_record():
+    torch.manual_seed(0)
+    model = make_model("logistic", (1, 4, 4), 3)
+    x, y = torch.randn(5, 1, 4, 4), torch.tensor([0, 1, 2, 0, 1])
+    g = per_sample(model, x, y)
+    for k in range(5):
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1]).backward()
+        want = torch.cat([p.grad.flatten() for p in model.parameters()])
+        torch.testing.assert_close(g[k], want, rtol=1e-5, atol=1e-6)
+    rows = torch.stack([g[k] * min(1.0, 0.1 / float(g[k].norm())) for k in range(5)])
+    torch.testing.assert_close(clipped_mean(g, 0.1), rows.mean(0).double(), rtol=1e-5, atol=1e-8)
+
+
+def test_paired_differences():
+    from scipy.stats import ttest_rel
+
+    a, b = [1.0, 2.0, 4.0, 3.0], [0.5, 2.5, 3.0, 1.0]
+    found = paired(a, b)
+    interval = ttest_rel(a, b).confidence_interval(0.95)
+    assert found["mean"] == pytest.approx(0.75)
+    assert found["mean"] - found["half_width_95"] == pytest.approx(interval.low)
+
+
+def test_networks_have_the_papers_numbers():
+    table = {n.label: n for n in NETWORKS}
+    assert table["LeNet-5"].table1 == (92.7, 95.3, 96.5)
+    for n in NETWORKS:
+        assert n.table1[2] in n.unit_clip, "Table 1 and Table 3 agree at Table 1's ε"
