@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 #: the networks that Clipless can train are not those of the others
-LIPSCHITZ = "lipschitz-lenet"
+LIPSCHITZ = "lipschitz-mlp"
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,7 @@ def compare(
     held_out: float = typer.Option(0.2, help="Share of the training records held out for tuning."),
     model: str = typer.Option("cnn", help="The network."),
     model_for: list[str] = typer.Option(
-        [], help="MECHANISM=NETWORK where it differs. Default clipless=lipschitz-lenet."
+        [], help="MECHANISM=NETWORK where it differs. Default clipless=lipschitz-mlp."
     ),
     unit: str | None = typer.Option(None, help="What names each record's patient or group."),
     steps: int | None = typer.Option(None, help="Number of steps."),

@@ -26,14 +26,19 @@ _INSIDE = 1.0 - 1e-5
 
 
 class BoundedInput(LipschitzLayer):
-    """Projects each sample onto the ball (or the sphere) of radius ``bound``, after an optional change of colours.
+    """Projects each sample onto the ball (or the sphere) of radius ``bound``: x ↦ Π(scale·(x − its own mean)).
 
-    ``shape`` is that of one sample. The map is fixed and acts on each sample alone, so it costs no privacy. In
-    ``mode="ball"`` and a linear colour space it has a Lipschitz constant, and predictions have certified radii;
-    otherwise they do not.
+    ``shape`` is that of one sample. Before the projection come an optional change of ``colour``, an optional
+    subtraction of each channel's own mean (``centre``: bright and dark images differ in nothing else, and the mean
+    would use up most of the norm) and a multiplication by ``scale``. All of it is fixed and acts on each sample alone,
+    so it costs no privacy. In ``mode="ball"`` and a linear colour space it has a Lipschitz constant, and predictions
+    have certified radii; otherwise they do not.
     """
 
-    def __init__(self, shape: tuple[int, ...], bound: float, mode: str = "ball", colour: str = "rgb") -> None:
+    def __init__(
+        self, shape: tuple[int, ...], bound: float, mode: str = "ball", colour: str = "rgb", *, centre: bool = False,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         if mode not in ("ball", "sphere"):
             raise ValueError(f"mode is {mode!r}; choose 'ball' (norms are cut) or 'sphere' (norms are set)")
@@ -43,7 +48,17 @@ class BoundedInput(LipschitzLayer):
             raise ValueError(f"colour {colour!r} needs samples of shape (3, height, width), not {tuple(shape)}")
         if not (math.isfinite(bound) and bound > 0):
             raise ValueError(f"bound is {bound!r}; the radius X₀ must be a positive, finite number")
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale is {scale!r}; it must be a positive, finite number")
+        if centre and len(shape) < 2:
+            raise ValueError(f"samples of shape {tuple(shape)} have no positions to take a mean over; use centre=False")
         self.shape, self.bound, self.mode, self.colour = tuple(shape), float(bound), mode, colour
+        self.centre, self.scale = centre, float(scale)
+
+    @property
+    def reach(self) -> float:
+        """The norm of a raw sample at which the projection begins to act (in RGB, uncentred)."""
+        return self.bound / self.scale
 
     def output_shape(self, x: Activation) -> tuple[int, ...]:
         return (1, *self.shape[1:]) if self.colour == "grayscale" else self.shape
@@ -55,8 +70,9 @@ class BoundedInput(LipschitzLayer):
         if self.mode == "sphere" or self.colour == "hsv":
             return math.inf
         if self.colour == "rgb":
-            return x.rounded
-        return float(torch.linalg.matrix_norm(torch.tensor(_LINEAR[self.colour], dtype=torch.float64), 2)) * x.rounded
+            return self.scale * x.rounded
+        change = torch.linalg.matrix_norm(torch.tensor(_LINEAR[self.colour], dtype=torch.float64), 2)
+        return self.scale * float(change) * x.rounded
 
     def forward(self, x: Tensor) -> Tensor:
         if tuple(x.shape[1:]) != self.shape:
@@ -65,17 +81,23 @@ class BoundedInput(LipschitzLayer):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             x = converted(torch.where(x.isfinite(), x, 0.0), self.colour)
+            if self.centre:
+                x = x - x.mean(tuple(range(2, x.ndim)), keepdim=True)
+                x = torch.where(x.isfinite(), x, 0.0)
             # dividing by the largest entry first keeps the norm from overflowing
             largest = x.flatten(1).abs().amax(1).clamp(min=1e-30) if x.shape[0] else x.new_zeros(0)
             unit = x / largest.view(-1, *[1] * (x.ndim - 1))
             norm = unit.flatten(1).norm(dim=1).clamp(min=1e-30)
             target = self.bound * _INSIDE / norm
-            scale = target if self.mode == "sphere" else torch.minimum(largest, target)
+            scale = target if self.mode == "sphere" else torch.minimum(largest * self.scale, target)
             scaled = unit * scale.view(-1, *[1] * (x.ndim - 1))
             return torch.where(scaled.isfinite(), scaled, 0.0)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, bound={self.bound:g}, mode={self.mode}, colour={self.colour}"
+        centred = ", centred" if self.centre else ""
+        return (
+            f"{self.shape}, bound={self.bound:g}, mode={self.mode}, colour={self.colour}, scale={self.scale:g}{centred}"
+        )
 
 
 def converted(x: Tensor, colour: str) -> Tensor:

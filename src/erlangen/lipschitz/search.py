@@ -127,11 +127,11 @@ def check_sensitivity(
     attack = _NetworkAttack(net, loss, dict(bounds), logits.shape[-1], bounds.total)
     for x in _hostile(first.shape, dtype):
         attack.measure(x, 0)
-    focus = [None, *bounds]
+    focus, radius = [None, *bounds], first.reach
     for restart in range(restarts):
-        x = _on_sphere(_first(first.shape, restart, generator), first.bound).to(dtype)
+        x = _on_sphere(_first(first.shape, restart, generator), radius).to(dtype)
         target = int(torch.randint(logits.shape[-1], (), generator=generator))
-        attack.ascend(x, target, focus[restart % len(focus)], steps, first.bound, move_weights and restart % 2 == 1)
+        attack.ascend(x, target, focus[restart % len(focus)], steps, radius, move_weights and restart % 2 == 1)
     return SensitivityReport(type(network).__name__, attack.worst, attack.count).require()
 
 

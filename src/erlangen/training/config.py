@@ -21,7 +21,7 @@ class TrainConfig:
     data: str = "digits"
     data_options: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None
-    model: str = "cnn"
+    model: str = "auto"
     model_options: dict[str, Any] = field(default_factory=dict)
     mechanism: str = "iso"
     mechanism_options: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +95,21 @@ class TrainConfig:
 
     def settled(self, records: int) -> TrainConfig:
         """With every open choice made from *public* facts: the number of records and the other options."""
+        if self.mechanism == "clipless":
+            return self._lipschitz()._settled(records)
+        return dataclasses.replace(self, model="cnn" if self.model == "auto" else self.model)._settled(records)
+
+    def _lipschitz(self) -> TrainConfig:
+        """Clipless needs a network and a loss with known constants; chosen on held-out digits (docs/results/clipless.md)."""
+        loss = {"name": "cross-entropy", "temperature": 16.0}
+        return dataclasses.replace(
+            self,
+            model="lipschitz-mlp" if self.model == "auto" else self.model,
+            mechanism_options={"loss": loss, **self.mechanism_options},
+            lr=self.lr or (0.3 * (1 - self.momentum) if self.optimizer == "sgd" else 0.0),
+        )
+
+    def _settled(self, records: int) -> TrainConfig:
         batch = self.batch or max(1, min(records, 2 ** round(math.log2(max(2.0, records / 6)))))
         if batch > records:
             raise ConfigError(f"batch is {batch} but there are only {records} units of privacy; give a smaller batch")
