@@ -12,6 +12,7 @@ from erlangen.equivariant.checks import move_image, smooth_input
 from erlangen.models.equivariant import (
     EquivariantClassifier,
     c8_steerable_cnn,
+    c8_tiny,
     d4_resnet9_tuned,
     equivariant_resnet9,
     equivariant_wrn40,
@@ -125,12 +126,46 @@ def test_the_c8_network_is_invariant_to_its_rotations(head_pool: str, bound: flo
     assert change(twin, 2) > 1e-2
 
 
+@pytest.mark.parametrize("side", [8, 12, 28])
+def test_the_tiny_network_does_not_see_quarter_turns(side: int) -> None:
+    torch.manual_seed(0)
+    model = c8_tiny((1, side, side), 10).eval()
+    assert parameters(model) == 8_490
+    x = torch.randn(4, 1, side, side)
+    with torch.no_grad():
+        for k in (1, 2, 3):
+            assert torch.allclose(model(x.rot90(k, (2, 3))), model(x), atol=1e-4)
+        assert not torch.allclose(model(x.flip(3)), model(x), atol=1e-2)  # rotations, not reflections
+    with pytest.raises(ValueError, match="square"):
+        c8_tiny((1, 8, 10), 10)
+
+
 def test_a_broken_network_is_caught() -> None:
     model = equivariant_resnet9(layout=(4, 8, 16))
     model.features[0][2] = torch.nn.InstanceNorm2d(model.features[0].out_type.size, affine=True)
     randomised(model)
-    with pytest.raises(EquivarianceError, match="D2"):
+    with pytest.raises(EquivarianceError, match="D4"):
         model.check_equivariance()
+    late = randomised(equivariant_resnet9(layout=(4, 8, 16)))  # right before the restriction, wrong behind it
+    late.features[5][2] = torch.nn.InstanceNorm2d(late.features[5].out_type.size, affine=True)
+    with pytest.raises(EquivarianceError, match="D2"):
+        randomised(late).check_equivariance()
+
+
+def test_a_network_is_checked_over_the_group_it_has_before_the_restriction() -> None:
+    """SO(2) ends in scalars, over which any map commutes: what was equivariant is the part before."""
+    model = randomised(equivariant_resnet9(layout=(4, 8, 16), group="SO(2)", frequency=1))
+    report = model.check_equivariance(tolerance=1e-5)
+    assert report.on_grid > 0
+    assert 0 < report.off_grid < 0.5
+    first = model.features[0][0]
+    with torch.no_grad():
+        kernel = first.kernel()
+    plain = torch.nn.Conv2d(*kernel.shape[1::-1], 3, padding=1, bias=False)  # the same layer without the symmetry
+    model.features[0][0] = plain
+    plain.in_type, plain.out_type = first.in_type, first.out_type
+    with pytest.raises(EquivarianceError, match=r"SO\(2\)"):
+        model.check_equivariance(tolerance=1e-5)
 
 
 def test_they_are_ordinary_modules() -> None:
