@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from erlangen.gradients.independence import known_problems
-from erlangen.models import geodp, gredp
+from erlangen.models import geodp, gredp, make_model
 
 COUNTS = {
     # name: (builder, input, k×k convolutions, linear layers, parameters)
