@@ -124,27 +124,6 @@ def test_processes_may_train_models_of_their_own():
     assert together(2, separately) == [2.0, 2.0]
 
 
-def sharded(workers: Workers) -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    from torch.distributed.device_mesh import init_device_mesh
-
-    fully_shard(model, mesh=init_device_mesh("cpu", (workers.count,)))
-    loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2)
-    try:
-        erlangen.PrivacyEngine().make_private(
-            module=model, optimizer=sgd(model), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
-        )
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_sharded_parameters_are_refused_with_a_cure():
-    assert all("sharded" in said and "plain module" in said for said in together(2, sharded))
-
-
 def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="torchrun"):
         joint.unwrapped(DataParallel(nn.Linear(2, 2)))

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from erlangen import sharded
 from erlangen.mechanisms.base import Mechanism
+from erlangen.sharded import ShardedGaussian
 from erlangen.workers import Workers
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class Private(NamedTuple):
 def release(training: PrivateTraining) -> Private:
     """What `PrivateTraining.noised` returns on the first worker, on every worker."""
     workers, mechanism = training.workers, training.mechanism
+    if isinstance(mechanism, ShardedGaussian):
+        return Private(sharded.release(training), None)
     made: list[Private] = []
     mechanism.merge(workers.add_up)
     news = workers.decide(lambda: _made(training, made))
@@ -85,7 +89,8 @@ def _state(mechanism: Mechanism) -> dict[str, Any]:
 
 def compare(training: PrivateTraining, step: int) -> None:
     """Now and then: are all weights still the same, bit for bit?"""
-    if not training.workers.alone and step % COMPARE_EVERY == 1:
+    apart = isinstance(training.mechanism, ShardedGaussian)  # nobody has what another has
+    if not training.workers.alone and not apart and step % COMPARE_EVERY == 1:
         training.workers.require_equal_weights(training.tape.parameters, step)
 
 
@@ -111,13 +116,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
             "nn.DataParallel copies the module on every call: per-sample gradients of the copies are lost. Start one "
             "process per device with torchrun, and pass the plain module"
         )
-    sharded = [name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"]
-    if sharded or type(module).__name__ in ("FullyShardedDataParallel", "FSDP"):
+    if type(module).__name__ == "FullyShardedDataParallel":
         raise ValueError(
-            f"{sharded[0] if sharded else type(module).__name__} is sharded over processes (FSDP): clipping needs every "
-            "layer's part of a record's gradient in one place, and that is not proved for shards. Pass the plain module "
-            "(its gradients are added up without DDP), with max_physical_batch to save memory; weights and one sum of "
-            "gradients have to fit on each device"
+            "FullyShardedDataParallel flattens parameters, and with them the layers that per-sample gradients are made of. "
+            "Use torch.distributed.fsdp.fully_shard, or pass the plain module"
         )
     return module
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
-from erlangen import joint
+from erlangen import joint, sharded
 from erlangen.accounting import Accountant, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach, is_attached
@@ -271,14 +271,24 @@ def prepare(
         built = _given(mechanism, noise_multiplier, max_grad_norm)
         if secure and not built.noise.secure:
             built.noise = noise
+    apart = sharded.is_sharded(module)
+    if apart:
+        own = noise if secure else StreamNoise(seed, run_id, workers.rank)
+        built = sharded.adopt(built, own, workers)
+        if denoiser is not None or max_physical_batch == "auto" or hasattr(optimizer, "set_noise_variance"):
+            raise ValueError("denoiser, max_physical_batch='auto' and AdamBC are not for sharded parameters (FSDP): leave them out")
     if criterion is not None and hasattr(built, "use_criterion"):
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
     tape.metric = built.metric
+    if apart:
+        sharded.record_gathered(module, tape)
+        not_checked("its parameters are sharded") if check else None
+        check = False
     probe = _probe_inputs(module, data_loader)
-    limit = _physical_limit(module, tape, probe, max_physical_batch)
+    limit = workers.decide(lambda: _physical_limit(module, tape, probe, max_physical_batch))
     if probe is None and check:
         not_checked("batches are not (inputs, …) tensors")
     if probe is not None and check:
@@ -288,7 +298,8 @@ def prepare(
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
     training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce, workers)
     sampler.join(workers)
-    workers.align(module)
+    if not apart:
+        workers.align(module)
     training.install(wrapper)
     return training
 

@@ -83,6 +83,10 @@ class PerSampleGradients:
         """`dense` up to a positive factor that all owners and parameters share: for what only depends on directions."""
         return self._pieces[name].dense()
 
+    def of(self, name: str) -> PerSampleGradients:
+        """The gradients of one parameter alone."""
+        return PerSampleGradients({name: self._pieces[name]}, self.owners, self._factor, self.valid)
+
     @property
     def guarded(self) -> bool:
         """Whether sums never read an owner of weight zero."""
@@ -158,6 +162,10 @@ class Tape:
         tried = self.seen_forward == self.batch
         self.batch += 1
         return tried
+
+    def stand_in(self, name: str, parameter: nn.Parameter) -> None:
+        """In forward passes the parameter ``name`` is this tensor (a shard is gathered into it)."""
+        self._names[id(parameter)] = name
 
     def ignore(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters that ask for gradients but are nobody's to update: their gradients are not recorded."""

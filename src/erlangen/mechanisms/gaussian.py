@@ -90,9 +90,12 @@ class GaussianMechanism(Mechanism):
         if gradients.valid is not None:
             weights = torch.where(gradients.valid, weights, 0.0)
         by_name = {name: w for w, group in zip(weights, groups, strict=True) for name in group}
-        totals = gradients.weighted_sum(by_name)
-        torch._foreach_add_([self._sum[name] for name in totals], list(totals.values()))
+        self._add(gradients, by_name)
         self._ask(norms, gradients.valid)
+
+    def _add(self, gradients: PerSampleGradients, weights: Mapping[str, Tensor]) -> None:
+        totals = gradients.weighted_sum(weights)
+        torch._foreach_add_([self._sum[name] for name in totals], list(totals.values()))
 
     def clipped_sum(self) -> Mapping[str, Tensor]:
         """Σ of the clipped contributions so far, *before noise*: a diagnostic that no guarantee covers."""
