@@ -170,10 +170,11 @@ def path(steps: int, rate: float, optimum_steps: int) -> tuple[Tensor, Tensor]:
     for k in range(steps):
         rows = torch.from_numpy(np.random.default_rng((1, k)).permutation(len(x))[:4096])
         w -= rate * clipped_mean(per_record(w, x[rows], y[rows]), 0.1).view_as(w).float()
-    best = torch.zeros(10, x.shape[1])
+    best, velocity = torch.zeros(10, x.shape[1]), torch.zeros(10, x.shape[1])
     hot = F.one_hot(y, 10).float()
     for _ in range(optimum_steps):
-        best -= 0.5 * (torch.softmax(x @ best.T, 1) - hot).T @ x / len(x)
+        velocity = 0.9 * velocity + (torch.softmax(x @ best.T, 1) - hot).T @ x / len(x)
+        best -= 0.1 * velocity
     return w, best
 
 
@@ -193,7 +194,7 @@ def per_record(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def efficiency_split(options: Mapping[str, Any], seed: int) -> dict[str, float]:
     """Items A and B of one step from a point of the path, averaged over independent noise."""
-    w, best = path(options["step"], options["rate"], options.get("optimum_steps", 500))
+    w, best = path(options["step"], options["rate"], options.get("optimum_steps", 150))
     x, y = _mnist()
     rows = torch.from_numpy(np.random.default_rng((2, seed)).permutation(len(x))[: options["batch"]])
     g = per_record(w, x[rows], y[rows])
