@@ -282,6 +282,10 @@ class Angles(Direction):
             moved = difference(phi, reference.to(phi)).to(counts.dtype)
             self._angles[columns] += counts @ moved.clamp_(-bound, bound)
 
+    def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().merge(add_up)
+        (self._angles,) = add_up([self._angles])
+
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()
         angles = self.noise.perturb(self._angles, self.direction_std * self.angle_sensitivity)
