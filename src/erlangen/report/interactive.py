@@ -127,7 +127,12 @@ def _axis(axis: Axis) -> dict[str, Any]:
     }  # fmt: skip
     if axis.categories is not None:
         out |= {"tickvals": list(range(len(axis.categories))), "ticktext": [text(short(c)) for c in axis.categories]}
-        out |= {"showgrid": False, "zeroline": False}
+        out |= {
+            "showgrid": False,
+            "zeroline": False,
+            "range": [-0.6, len(axis.categories) - 0.4],
+            "autotickangles": [0, -40, -90],
+        }
     if axis.percent:
         out["tickformat"] = ".0%"
     if axis.span is not None:
