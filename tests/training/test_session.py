@@ -297,3 +297,28 @@ def test_calibration_error():
     assert calibration_error(confidence, right) == pytest.approx(0.0, abs=1e-4)
     assert calibration_error(confidence, torch.zeros(1000)) == pytest.approx(0.8, abs=1e-4)
     assert math.isfinite(calibration_error(torch.ones(3), torch.ones(3)))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_padding_contributes_exactly_nothing(grouped, tmp_path):
+    """Record 0 stands in for padding; not even one that makes every gradient NaN changes a bit."""
+    g = np.random.default_rng(0)
+    x = g.normal(size=(40, 1, 6, 6)).astype(np.float32)
+    arrays = {"x_train": x, "y_train": np.arange(40) % 2, "who": np.arange(40) // 2}
+    np.savez(tmp_path / "a.npz", **arrays)
+    options = {"data": str(tmp_path / "a.npz"), "unit": "who" if grouped else None, "batch": 5, "steps": 4, "views": 2}
+    config = dataclasses.replace(SMALL, augment="shift", epsilon=None, noise_multiplier=1.0, **options)
+    weights = []
+    for pad in (False, True):
+        session = Session(dataclasses.replace(config, pad=pad, max_physical_batch=8 if pad else None))
+        plain = session.units._cut
+        session.units._cut = lambda units, limit, plain=plain: plain(units[units != 0], limit)  # nobody draws record 0
+        session.x[0] = float("nan")
+        shapes = set()
+        session.model.register_forward_hook(lambda m, args, out, shapes=shapes: shapes.add(tuple(args[0].shape)))
+        for _ in range(4):
+            session.step()
+        weights.append(flat(session))
+        assert not pad or shapes == {(16, 1, 6, 6)}
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
+    assert bool(torch.isfinite(weights[1]).all())
