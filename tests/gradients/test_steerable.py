@@ -288,22 +288,3 @@ def test_layers_of_other_packages_are_found_by_name(padding_mode):
     net, x = Net().double(), torch.randn(3, 2, 5, 5, dtype=torch.float64)
     assert find_rule(net.conv) is not None
     assert_same(recorded(net, (x,)), one_by_one(net, (x,)))
-
-
-def test_escnn_modules_train_privately_too():
-    escnn = pytest.importorskip("escnn")
-    space = escnn.gspaces.rot2dOnR2(4)
-    a = escnn.nn.FieldType(space, [space.trivial_repr])
-    b = escnn.nn.FieldType(space, [space.regular_repr] * 2)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = escnn.nn.R2Conv(a, b, 3)
-
-        def forward(self, x):
-            return self.conv(escnn.nn.GeometricTensor(x, a)).tensor
-
-    torch.manual_seed(0)
-    net, x = Net(), torch.randn(2, 1, 7, 7)
-    assert_same(recorded(net, (x,)), one_by_one(net, (x,)), torch.float32)

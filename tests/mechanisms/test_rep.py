@@ -16,6 +16,7 @@ from erlangen.mechanisms import Context, StreamNoise, make_mechanism
 from erlangen.mechanisms.clipping import Flat
 from erlangen.mechanisms.rep import convolution_weights, initial_scales, normalised, structural_metric
 from erlangen.models.equivariant import c8_steerable_cnn, equivariant_resnet9
+from erlangen.models.standardised import StandardisedConv2d
 from tests.gradients.reference import one_by_one, recorded
 
 
@@ -89,6 +90,35 @@ def test_a_metric_read_off_the_weights_is_refused():
 
     with pytest.raises(ValueError, match=r"'0\.weight' changes with the weights"):
         build("rep", nn.Sequential(Leaky(3, 2)))
+
+
+def test_a_metric_read_off_a_buffer_is_refused():
+    """A running average of activations is a statistic of private records too."""
+
+    class Running(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("seen", torch.ones(3))
+
+        def init_std(self):
+            return {"weight": self.seen.expand(2, 3).abs() + 1e-3, "bias": torch.ones_like(self.bias)}
+
+    with pytest.raises(ValueError, match=r"'0\.weight' changes with the weights"):
+        build("rep", nn.Sequential(Running()))
+
+
+def test_computed_weights_have_the_metric_of_their_layer_and_are_shuffled():
+    class Halved(nn.Module):
+        def forward(self, w):
+            return w / 2
+
+    convolution = nn.utils.parametrize.register_parametrization(nn.ConvTranspose2d(4, 6, 3), "weight", Halved())
+    module = nn.Sequential(StandardisedConv2d(3, 4, 3, bias=False), convolution)
+    scales = initial_scales(module)
+    names = convolution_weights(module)
+    assert names == ["0.weight", "1.parametrizations.weight.original"]
+    assert float(scales["0.weight"].flatten()[0]) == pytest.approx(27**-0.5)
+    assert float(scales[names[1]].flatten()[0]) == pytest.approx((4 * 9) ** -0.5)
 
 
 @pytest.mark.parametrize("name", ["rep", "shuffle"])

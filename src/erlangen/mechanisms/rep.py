@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
 from erlangen.mechanisms.gaussian import GaussianMechanism
@@ -42,22 +43,35 @@ def initial_scales(module: nn.Module, metric: str = "escnn") -> Metric:
     scales: Metric = {}
     for name, owner, local, parameter in _places(module):
         own = getattr(owner, METRICS[metric], None)
-        given = own()[local] if callable(own) else _he_scale(owner, parameter)
+        given = own()[local] if callable(own) else _he_scale(owner, local, parameter)
         scales[name] = torch.as_tensor(given).to(parameter).expand(parameter.shape).clone()
     return scales
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(full name, layer, name in the layer, parameter) of every trainable parameter, shared ones once."""
+    """(full name, layer, name in the layer, parameter) of every trainable parameter, shared ones once.
+
+    What a parametrization computes a weight from counts as that weight of its layer.
+    """
     wanted = {name for name, p in module.named_parameters() if p.requires_grad}
-    for path, owner in module.named_modules():
+    modules = dict(module.named_modules())
+    for path, owner in modules.items():
         for local, parameter in owner.named_parameters(recurse=False):
             name = f"{path}.{local}" if path else local
-            if name in wanted:
+            if name not in wanted:
+                continue
+            if isinstance(owner, ParametrizationList):
+                layer, _, weight = path.rpartition(".")
+                yield name, modules[layer.rpartition(".")[0]], weight, parameter
+            else:
                 yield name, owner, local, parameter
 
 
-def _he_scale(owner: nn.Module, parameter: Tensor) -> float:
+def _he_scale(owner: nn.Module, local: str, parameter: Tensor) -> float | Tensor:
+    if local == "weights" and type(owner).__module__.startswith("escnn.") and hasattr(owner, "basisexpansion"):
+        from escnn.nn.init import _generalized_he_init_variances  # despite its name, standard deviations
+
+        return _generalized_he_init_variances(owner.basisexpansion)
     if parameter.ndim < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)):
         return 1.0
     if isinstance(owner, _ConvTransposeNd):  # [in, out/groups, *kernel]
@@ -76,7 +90,7 @@ def normalised(scales: Mapping[str, Tensor], power: float = 1.0) -> Metric:
 
 
 def structural_metric(module: nn.Module, metric: str = "escnn") -> Metric:
-    """`initial_scales`, after proof that they do not depend on the values of the parameters.
+    """`initial_scales`, after proof that they do not depend on the values of parameters and buffers.
 
     A network that was trained before holds private information in its weights; a metric read off them would leak it.
     So the scales are computed again from a copy with other weights, and must be the same to the last bit.
@@ -85,7 +99,7 @@ def structural_metric(module: nn.Module, metric: str = "escnn") -> Metric:
     twin = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in [*twin.parameters(), *twin.buffers()]:
             p.copy_(torch.randn(p.shape, generator=generator).to(p) if p.is_floating_point() else p)
     again = initial_scales(twin, metric)
     changed = [name for name, m in scales.items() if not torch.equal(m, again[name])]
