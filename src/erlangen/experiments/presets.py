@@ -160,6 +160,7 @@ def register_preset(value: Preset | Measurement) -> None:
 
 
 def presets() -> list[Preset | Measurement]:
+    import erlangen.experiments.clipless
     import erlangen.experiments.equivariant
     import erlangen.experiments.geodp
     import erlangen.experiments.gredp

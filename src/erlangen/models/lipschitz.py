@@ -83,7 +83,8 @@ def lipschitz_patches(
 
 def lipschitz_lenet(
     input_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, *, bound: float = 1.0, mode: str = "ball",
-    colour: str = "rgb", centre: bool = True, scale: float | None = None, width: int = 16, lipschitz: float = 1.0, backward_clip: float | None = None,
+    colour: str = "rgb", centre: bool = True, scale: float | None = None, width: int = 16,
+    lipschitz: float = 1.0, backward_clip: float | None = None,
 ) -> Sequential:  # fmt: skip
     """Two convolutions and two dense layers, 114k parameters on MNIST. ``lipschitz`` is the constant of each layer."""
     first, channels = _start(input_shape, bound, mode, colour, centre, scale)
