@@ -27,7 +27,7 @@ def verdicts(findings, subject):
     return {f.audit: f.verdict for f in findings if f.subject.split(",")[0] == subject or f.subject == subject}
 
 
-@pytest.fixture()
+@pytest.fixture
 def only(monkeypatch):
     """An empty registry in place of a full one, so that the sweep is short; classes that nothing builds are left out."""
     monkeypatch.setattr(static, "defined", lambda kind: [])

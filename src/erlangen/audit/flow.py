@@ -9,7 +9,9 @@ on that value. Then, for neighbouring batches D and D':
 - Σ ‖(value − value')/std‖² ≤ 1/σ² for the σ of the claimed event: the sensitivity in units of the noise, over all draws of the
   release together (so per-layer clipping counted once, or a side query not paid for, shows).
 
-Together with an honest noise source these three are what makes a Gaussian mechanism; the search over D and D' is finite, so
+The real noise source must not repeat either, from release to release or after a restart (`reused`).
+
+Together with an honest noise source these are what makes a Gaussian mechanism; the search over D and D' is finite, so
 passing is not proof.
 """
 
@@ -150,6 +152,22 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, seed: int = 0) -
         yield pair(f"one entry {bad}, bfloat16", one, nobody, torch.bfloat16)
 
 
+def reused(build: Callable[[], Mechanism], shapes: Mapping[str, torch.Size]) -> str | None:
+    """Whether releases of an empty batch, which are noise alone, repeat: from step to step, or after a restart."""
+    nobody = {n: torch.zeros(0, *s) for n, s in shapes.items()}
+    mechanism = build()
+    seen = {f"release {k + 1}": flatten(mechanism.release(nobody)).double() for k in range(3)}
+    resumed = build()
+    resumed.load_state_dict(mechanism.state_dict())
+    seen["the first release after a restart"] = flatten(resumed.release(nobody)).double()
+    items = [(label, v) for label, v in seen.items() if float(v.norm()) > 0]  # a magnitude may be cut to zero
+    for k, (later, v) in enumerate(items):
+        for earlier, u in items[:k]:
+            if v.numel() >= 4 and float((u @ v).abs() / (u.norm() * v.norm())) > 1 - 1e-6:
+                return f"noise is reused: {later} is {earlier} again"
+    return None
+
+
 @single_threaded
 def audit_flow(
     name: str, build: Callable[[], Mechanism], shapes: Mapping[str, torch.Size], bound: float, delta: float = 1e-5
@@ -160,6 +178,9 @@ def audit_flow(
         return passed(name, "flow", facts={"note": "nothing is claimed (ε = ∞)"})
     if claim.sigma is None:
         return unable(name, "flow", f"one release claims {claim.event!r}; this audit knows Gaussian releases")
+    again = reused(build, shapes)
+    if again is not None:
+        return failed(name, "flow", again)
     worst, where, tried = 0.0, "", 0
     cache: dict[int, Trace] = {}
     for pair in adversarial(shapes, bound):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: full covariances and fitted views are used up to this many coordinates
 SMALL, LARGEST_COVARIANCE = 64, 600
-FINALISTS, REFINEMENTS, QUIET = 6, 2, 2
+FINALISTS, REFINEMENTS, QUIET, FIRST = 5, 2, 2, 40
 #: what the raw view adds to the coordinates of a release
 RAW_EXTRAS = 3
 
@@ -62,7 +62,7 @@ def choose(releaser: Releaser, pairs: list[Pair], pilot: int, tick: Callable[[in
     stated = stated_precision(releaser.mechanism)
     if len(pairs) > 1:
         pairs = [*pairs, *quiet_pairs(releaser, pilot, tick)]
-    first = max(60, pilot // 10)
+    first = max(FIRST, pilot // 10)
     ranked = sorted((_try(releaser, pair, first, stated, tick, True) for pair in pairs), key=lambda f: -f.value)
     best: Found | None = None
     for start in ranked[:FINALISTS]:
@@ -78,7 +78,7 @@ def choose(releaser: Releaser, pairs: list[Pair], pilot: int, tick: Callable[[in
 
 def planned(pairs: int, pilot: int) -> int:
     """About how many releases `choose` draws."""
-    return (pairs + 2 * QUIET) * 2 * max(60, pilot // 10) + (FINALISTS + REFINEMENTS + 1) * 2 * pilot
+    return (pairs + 2 * QUIET) * 2 * max(FIRST, pilot // 10) + (FINALISTS + REFINEMENTS + 1) * 2 * pilot
 
 
 def _better(best: Found | None, found: Found) -> Found:
@@ -195,7 +195,7 @@ def canary(direction: Tensor, shapes: dict[str, torch.Size]) -> Gradients:
 
 def pilot_size(trials: int, row_wise: bool) -> int:
     """Enough to find the worst case, little beside the trials: rows are cheap, calls are not."""
-    return int(min(max(600, trials // 20), 100_000)) if row_wise else int(min(max(300, trials // 8), 1500))
+    return int(min(max(600, trials // 20), 100_000)) if row_wise else int(min(max(300, trials // 12), 800))
 
 
 __all__ = [

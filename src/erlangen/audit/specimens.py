@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from erlangen.accounting import gaussian, poisson
 from erlangen.audit.layers import Example
 from erlangen.gradients.pieces import Dense
-from erlangen.gradients.registry import _RULES
+from erlangen.gradients.registry import _RULES, registered
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.lipschitz import SpectralConv2d, SpectralDense
 from erlangen.mechanisms import Diagonal, Direction, Fourier, GaussianMechanism, Layerwise, PublishedGReDP, StreamNoise
@@ -280,7 +280,7 @@ def with_rule(kind: type[nn.Linear], rule: Any) -> Example:
     class Layer(kind):  # type: ignore[valid-type,misc]
         def __init__(self) -> None:
             super().__init__(5, 3)
-            _RULES[type(self)] = rule or _RULES[nn.Linear]
+            _RULES[type(self)] = rule or registered()[nn.Linear]
 
         def forward(self, input: Tensor) -> Tensor:
             return nn.functional.linear(input, self.weight, self.bias)

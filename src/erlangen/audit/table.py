@@ -9,18 +9,15 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from erlangen import accounting
-from erlangen.audit.distinguish import evidence
-from erlangen.audit.intervals import gdp_lower, gdp_refuted
 from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.named import audit_named, equivariant_network
 from erlangen.audit.neighbours import Pair
-from erlangen.audit.one_run import best_guesses, guess
 from erlangen.audit.static import static_audit
-from erlangen.audit.verdict import CONFIDENCE, INCONCLUSIVE, VIOLATED, Finding, corrected, gaussian_epsilon, unable
+from erlangen.audit.trust import false_alarms, false_alarms_of_randomness, power
+from erlangen.audit.verdict import CONFIDENCE, INCONCLUSIVE, VIOLATED, Finding, corrected, unable
 
 #: told what is being audited, and how much of it is done
 Tell = Callable[[str, int, int], None]
@@ -163,48 +160,6 @@ def _unlisted() -> Iterator[Entry]:
             yield Entry("other", name, name, {}, {"claim_epsilon": 4.0})
 
 
-# --- how good the audits are -----------------------------------------------------------------------------------------
-
-
-def power(repetitions: int = 20, runs: int = 1000, seed: int = 0) -> list[dict[str, float]]:
-    """Median lower bounds at true ε = 1, 2, 4, 8: GDP from ``runs`` runs in each world, one run with 1000 canaries. At 95 %."""
-    rng, out = np.random.default_rng(seed), []
-    draw = lambda mu: evidence(rng.normal(mu, 1, runs), rng.normal(0, 1, runs), 1e-5, 0.05)  # noqa: E731
-    for epsilon in (1.0, 2.0, 4.0, 8.0):
-        mu = 1.0 / accounting.noise_multiplier(epsilon, 1e-5, 1.0, 1)
-        gdp, one_run = [], []
-        made = best_guesses(1000, mu, 1e-5)
-        for _ in range(repetitions):
-            seen = draw(mu)
-            gdp.append(gaussian_epsilon(gdp_lower(seen.balanced, 0.05), 1e-5))
-            included = rng.random(1000) < 0.5
-            one_run.append(guess(rng.normal(0, 1, 1000) + mu * included, included, made).epsilon_lower(1e-5, 0.05))
-        over = sum(gdp_refuted(draw(mu).balanced, mu, 0.05) for _ in range(20 * repetitions))
-        out.append({"epsilon": epsilon, "gdp": float(np.median(gdp)), "one_run": float(np.median(one_run)),
-                    "above_truth": over / (20 * repetitions)})  # fmt: skip
-    return out
-
-
-def false_alarms(repetitions: int = 400, trials: int = 600, confidence: float = 0.95) -> dict[str, float]:
-    """How often a sound mechanism (ISO, real code, exactly its claim) is called violated at a stated ``confidence``."""
-    from erlangen.audit.static import Recipe
-
-    alarms = 0
-    for k in range(repetitions):
-        subject = Recipe("iso", {}, seed=k).subject()
-        alarms += (
-            audit_releases(subject, trials, pairs=_one_pair(subject), pilot=60, confidence=confidence).verdict
-            == VIOLATED
-        )
-    return {"stated": 1 - confidence, "measured": alarms / repetitions, "repetitions": repetitions}
-
-
-def _one_pair(subject: Any) -> list[Any]:
-    from erlangen.audit.neighbours import portfolio
-
-    return portfolio(subject.shapes)[:2]
-
-
 def zoo_results(tell: Tell = lambda what, done, total: None) -> list[dict[str, Any]]:
     """Every specimen: what is wrong with it, whether it was called violated, and by which audits."""
     from erlangen.audit.zoo import examine, zoo
@@ -276,7 +231,7 @@ class Everything:
     static: list[Finding]
     zoo: list[dict[str, Any]]
     power: list[dict[str, float]]
-    false_alarms: dict[str, float]
+    false_alarms: list[dict[str, Any]]
     opacus: list[Finding]
 
     @property
@@ -319,7 +274,8 @@ def audit_everything(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what
     known = importlib.util.find_spec("opacus") is not None
     small = scale < 0.5
     return Everything(
-        rows, runs, static, zoo_results(tell), power(20 if small else 40), false_alarms(100 if small else 400),
+        rows, runs, static, zoo_results(tell), power(20 if small else 40),
+        [false_alarms(100 if small else 200), *false_alarms_of_randomness(50 if small else 100)],
         audit_opacus(trials=1500 if small else 6000) if known else [],
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.static import audit_bounds, audit_covariance, states_its_covariance
 from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.verdict import Finding
-from erlangen.gradients.registry import _RULES
+from erlangen.gradients.registry import _RULES, registered
 from erlangen.mechanisms import Diagonal, Direction, Fourier, GaussianMechanism, Mechanism, PublishedGReDP, StreamNoise
 from erlangen.mechanisms.clipping import AdaptiveQuantile, AutoS, Flat, PerLayer
 from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
@@ -55,8 +55,8 @@ def examine(specimen: Specimen, trials: int = 1000, static: bool = True, seed: i
         build = lambda: bound_to(make())  # noqa: E731
         found = [audit_flow(name, build, SHAPES, BOUND)] if static else []
         if static and states_its_covariance(build()):
-            found.append(audit_covariance(Subject(name, build, SHAPES), 1500))
-        return [*found, audit_releases(Subject(name, build, SHAPES), trials, pilot=300, seed=seed)]
+            found.append(audit_covariance(Subject(name, build, SHAPES), 800))
+        return [*found, audit_releases(Subject(name, build, SHAPES), trials, pilot=200, seed=seed)]
     if specimen.kind == "clipping":
         build = lambda: bound_to(GaussianMechanism(SIGMA, make(BOUND), noise=StreamNoise(1)))  # noqa: E731
         return [audit_clipping(name, make), audit_flow(name, build, SHAPES, BOUND)]
@@ -65,6 +65,7 @@ def examine(specimen: Specimen, trials: int = 1000, static: bool = True, seed: i
     if specimen.kind == "sampler":
         return [audit_sampler(name, make)]
     if specimen.kind == "layer rule":
+        registered()  # all families, or those that are loaded later would be forgotten with the specimen
         before = dict(_RULES)
         try:
             return [audit_layer(name, make())]

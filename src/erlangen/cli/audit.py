@@ -108,7 +108,7 @@ def run(
     subject: str = typer.Argument(
         ..., metavar="RUN", help="Run folder, or package.module:train of your own (x, y) -> model."
     ),
-    canaries: int = typer.Option(1000, help="Gradient canaries of the whole run."),
+    canaries: int = typer.Option(1000, help="Gradient canaries of the whole run; 0 leaves that out."),
     records: int = typer.Option(200, help="Mislabelled records (black-box membership inference); 0 leaves that out."),
     claim_epsilon: float | None = typer.Option(None, help="What your own training function claims."),
     delta: float = typer.Option(1e-5, help="δ that your own training function claims."),
@@ -120,7 +120,7 @@ def run(
     """Replay a run with canaries in it: white-box, one-run and black-box bounds. Stored in RUN/audit.json."""
     from erlangen.audit import runs
 
-    _check_numbers(confidence, delta, canaries=(canaries, 1), records=(records, 0))
+    _check_numbers(confidence, delta, canaries=(canaries, 0), records=(records, 0))
     if ":" not in subject and not Path(subject).is_dir():
         raise typer.BadParameter(f"{subject} is no run folder; give the folder that training wrote, or package.module:train")
     with _bar("replaying the run", as_json) as tick:
