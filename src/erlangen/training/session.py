@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -244,9 +245,7 @@ class Session:
         if self.dataset.x_test is None or self.dataset.y_test is None:
             return {}
         x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
-        if self.ema is None:
-            return evaluate(self.model, x, y, self.dataset.classes)
-        with self.ema.applied():
+        with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
             return evaluate(self.model, x, y, self.dataset.classes)
 
     def public_predictions(self) -> PublicPredictions | None:
@@ -254,9 +253,7 @@ class Session:
         if self.dataset.x_test is None or self.dataset.y_test is None:
             return None
         x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
-        if self.ema is None:
-            return predictions(self.model, x, y)
-        with self.ema.applied():
+        with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
             return predictions(self.model, x, y)
 
     def epsilon(self, method: str = "pld") -> float:
@@ -309,6 +306,14 @@ class Session:
 def load_data(config: TrainConfig) -> Dataset:
     """The records of a configuration."""
     return load(config.data, config.unit, **config.data_options)
+
+
+def _known_kernels() -> Any:
+    """Evaluation happens rarely and in its own shapes: trying kernels for them would take longer than it saves."""
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(
+        enabled=cudnn.enabled, benchmark=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32
+    )
 
 
 def _device(name: str, workers: Workers | None = None) -> str:

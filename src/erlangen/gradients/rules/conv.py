@@ -80,7 +80,7 @@ class Conv(Piece):
         are so small that its overhead counts, and then one grouped convolution for all of them."""
         if self.geometry.transposed or not self.count:
             return self._dense_by_owner()
-        if self._has_kernel():
+        if self.has_kernel():
             return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
         if self.x.is_cuda:
             return self._dense_by_windows()
@@ -89,33 +89,37 @@ class Conv(Piece):
 
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
-        if self._has_kernel():
-            return self._by_kernel()[0]
+        if self.has_kernel():
+            return self.by_kernel()[0]
         a, d = self.windows_last()
         return (d.mT @ a).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
 
-    def _by_kernel(self) -> tuple[Tensor, Tensor]:
-        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane())
+    def by_kernel(self, filters: Tensor | None = None) -> tuple[Tensor, Tensor, conv_gradient.Moments | None]:
+        """`by_tap`, squared norms, and moments with the filters (shaped like the kernel) if they are given."""
+        if filters is not None:
+            filters = filters.movedim(1, -1).flatten(1, -2).float().contiguous()
+        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane(), filters)
 
     def formed(self) -> Piece:
-        if not self.count or not self._has_kernel():
+        if not self.has_kernel():
             return super().formed()
-        g, norms = self._by_kernel()
+        g, norms, _ = self.by_kernel()
         return Dense(g.unflatten(2, self.geometry.kernel).movedim(-1, 2), norms)
 
     def _plane(self) -> tuple[Any, Any, Any, Any]:
         g = self.geometry
         return g.kernel, g.stride, g.padding, g.dilation
 
-    def _has_kernel(self) -> bool:
+    def has_kernel(self) -> bool:
         """Whether the fused kernel serves these shapes: 16-bit matrix units, two dimensions, maps large enough."""
         tokens = self.views * math.prod(self.d.shape[2:])
         return (
-            usable(self.x, self.d)
+            self.count > 0
+            and usable(self.x, self.d)
             and self.d.dtype in HALF
             and len(self.geometry.kernel) == 2
             and self.geometry.groups == 1
-            and math.prod(self.geometry.kernel) > 1
+            and math.prod((*self.geometry.kernel, *self.geometry.stride)) > 1  # 1×1: a product without any copy
             and conv_gradient.worth_it(tokens, self.shape[1], self.shape[0])
         )
 
@@ -203,7 +207,7 @@ class Conv(Piece):
 
     def chunks(self) -> list[Conv]:  # type: ignore[override]
         windows = self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups
-        per_owner = max(0 if self._has_kernel() else windows, math.prod(self.shape))
+        per_owner = max(0 if self.has_kernel() else windows, math.prod(self.shape))
         size = chunk_size(per_owner, self.d) * self.views
         parts = zip(self.x.split(size), self.d.split(size), strict=True)
         return [Conv(x, d, self.views, self.shape, self.geometry) for x, d in parts]

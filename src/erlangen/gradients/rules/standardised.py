@@ -72,10 +72,12 @@ class Projection:
 
 class Standardised(Piece):
     """Per-owner gradients w.r.t. v; ``inner`` holds those w.r.t. w, formed or not. ``outputs`` are those of the
-    convolution without bias, exact, where somebody has kept them: they save a product."""
+    convolution without bias, exact, where somebody has kept them: they save a product; ``known`` are the squared norms."""
 
-    def __init__(self, inner: Piece, projection: Projection, outputs: Tensor | None = None) -> None:
-        self.inner, self.projection, self.outputs = inner, projection, outputs
+    def __init__(
+        self, inner: Piece, projection: Projection, outputs: Tensor | None = None, known: Tensor | None = None
+    ) -> None:
+        self.inner, self.projection, self.outputs, self.known = inner, projection, outputs, known
 
     @property
     def count(self) -> int:
@@ -94,6 +96,13 @@ class Standardised(Piece):
 
     def formed(self) -> Piece:
         """Keeps g_w: g_v costs more passes over memory and is not needed."""
+        if isinstance(self.inner, Conv) and self.inner.has_kernel():
+            g, norms, found = self.inner.by_kernel(self.projection.filters)
+            assert found is not None
+            energy, total, along = found
+            known = self.projection.norms_squared(energy, total / math.sqrt(self.projection.size), along)
+            kept = Dense(g.unflatten(2, self.inner.geometry.kernel).movedim(-1, 2), norms)
+            return Standardised(kept, self.projection, known=known)
         return Standardised(self.inner.formed(), self.projection)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
@@ -102,6 +111,8 @@ class Standardised(Piece):
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None:
             return super().norms_squared(weight)
+        if self.known is not None:
+            return self.known
         return torch.cat([part._norms() for part in self.chunks()])
 
     def _norms(self) -> Tensor:
