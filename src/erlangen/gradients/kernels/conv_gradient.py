@@ -1,6 +1,6 @@
 """Kernel gradients of a convolution, one per owner, without im2col.
 
-    g[i, o, t, c] = Σ over the views v and output pixels p of owner i of  d[i, v, p, o] · x[i, v, p·stride + t·dilation − pad, c]
+    g[i, o, t, c] = Σ over views v and output pixels p of owner i of  d[i, v, p, o] · x[i, v, p·stride + t·dilation − pad, c]
 
 One program forms one tile of (o, c) for one tap and owner: a matrix product over the owner's pixels whose operands are
 read where they lie (channels-last). Sums are float32; the result is rounded once, to the type of the cotangent, and the
@@ -45,8 +45,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _gradient(
-        x, d, out, norms, filters, moments, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, C: tl.constexpr,
-        O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+        x, d, out, norms, filters, moments, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr,
+        WO: tl.constexpr, C: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
         PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, VIEWS: tl.constexpr, TILE_O: tl.constexpr,
         BLOCK_O: tl.constexpr, TILE_C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
         MOMENTS: tl.constexpr,
