@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import erlangen
-from erlangen.data import load
+from erlangen.data import Dataset, load
+from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
+from erlangen.training.public import predictions
 
 #: runs that share a step: enough to fill a GPU, few enough for its memory
 MEMBERS = 60
@@ -58,6 +61,7 @@ def _keep(job: Job, ensemble: Ensemble, member: int, scores: dict[str, float], s
     (job.folder / "config.json").write_text(config.to_json() + "\n")
     weights = ensemble.stack.state_dict(member, ensemble.weights())
     save_file({name: t.cpu().contiguous() for name, t in weights.items()}, str(job.folder / "weights.safetensors"))
+    _keep_predictions(job.folder, config, ensemble.dataset, weights)
     mechanism, sampler = ensemble.mechanisms[member], ensemble.sampler
     spent = {method: ensemble.epsilon(member, method) for method in ("pld", "rdp")}
     summary = {
@@ -73,6 +77,8 @@ def _keep(job: Job, ensemble: Ensemble, member: int, scores: dict[str, float], s
         },
         "data": {
             "name": ensemble.dataset.name, "records": len(ensemble.dataset), "fingerprint": ensemble.dataset.fingerprint(),
+            "classes": ensemble.dataset.classes, "class_names": list(ensemble.dataset.class_names),
+            "input_shape": list(ensemble.dataset.input_shape),
         },
         "parameters": ensemble.stack.flat.shape[1],
         "randomness": mechanism.noise.description,
@@ -81,3 +87,14 @@ def _keep(job: Job, ensemble: Ensemble, member: int, scores: dict[str, float], s
         "versions": {"erlangen": erlangen.__version__, "torch": torch.__version__},
     }  # fmt: skip
     (job.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _keep_predictions(folder: Path, config: TrainConfig, dataset: Dataset, weights: Mapping[str, Tensor]) -> None:
+    """What a report needs of the public test set, as a run of its own leaves it."""
+    if dataset.x_test is None or dataset.y_test is None:
+        return
+    device = next(iter(weights.values())).device
+    model = make_model(config.model, dataset.input_shape, dataset.classes, **config.model_options).to(device)
+    model.load_state_dict(weights)
+    x, y = (torch.from_numpy(a).to(device) for a in (dataset.x_test, dataset.y_test))
+    predictions(model, x, y).save(folder)
