@@ -108,7 +108,7 @@ def test_a_server_that_resumes_elsewhere_is_not_believed(server, tmp_path):
 
 def test_a_wrong_checksum_is_refused_and_leaves_nothing(server, tmp_path):
     server.files["/data.bin"] = CONTENT[:-1] + b"x"
-    with pytest.raises(DataError, match="the checksum is sha256:.*refused and removed"):
+    with pytest.raises(DataError, match=r"the checksum is sha256:.*refused and removed"):
         fetch(remote(server), tmp_path)
     assert not [p for p in tmp_path.iterdir() if p.suffix != ".lock"]
 
@@ -210,7 +210,7 @@ def small_mnist(server, tmp_path, monkeypatch):
 def test_first_the_folder_then_the_cache_then_the_network(server, small_mnist, tmp_path, monkeypatch):
     x, y = small_mnist
     monkeypatch.setenv("ERLANGEN_OFFLINE", "1")
-    with pytest.raises(DataError, match="ERLANGEN_OFFLINE forbids.*set ERLANGEN_DATA"):
+    with pytest.raises(DataError, match=r"ERLANGEN_OFFLINE forbids.*set ERLANGEN_DATA"):
         load("mnist")
     monkeypatch.delenv("ERLANGEN_OFFLINE")
     data = load("mnist")

@@ -120,7 +120,7 @@ def _onnx(
     except ImportError as error:
         raise ExportError(f"ONNX needs {error.name}: pip install 'erlangen[export]'") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    argument = next(node.name for node in network.graph.nodes if node.op == "placeholder")
+    argument = next(str(node.target) for node in network.graph.nodes if node.op == "placeholder")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)

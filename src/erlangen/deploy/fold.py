@@ -111,12 +111,11 @@ def _folded(module: nn.Module) -> nn.Module:
             return make(module)
     if isinstance(module, (lipschitz.GlobalAvgPool, lipschitz.TokenMean)) and module.scaled:
         return plain_forms.ScaledMean(isinstance(module, lipschitz.TokenMean))
-    if isinstance(module, (lipschitz.SpectralDense, lipschitz.SpectralConv2d)):
+    # parametrizations are not removed but read: removing them from a copy would break the original, whose class it shares
+    if parametrize.is_parametrized(module) or isinstance(module, (lipschitz.SpectralDense, lipschitz.SpectralConv2d)):
+        if not isinstance(module, (nn.Conv2d, nn.Linear)):
+            raise ExportError(f"{type(module).__name__} has parametrized weights and no plain form; bake them in first")
         return _conv(module) if isinstance(module, nn.Conv2d) else _linear(module)
-    if parametrize.is_parametrized(module):
-        for name in list(module.parametrizations):  # type: ignore[arg-type]
-            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-        return module
     for name, child in list(module.named_children()):
         setattr(module, name, _folded(child))
     return module

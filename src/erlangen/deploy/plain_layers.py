@@ -47,20 +47,28 @@ class Normalise(nn.Module):
 
 
 class Ball(nn.Module):
-    """`BoundedInput`: finite entries, then the ball or sphere of the given radius."""
+    """`BoundedInput`: finite entries, colours, the channels' means taken off, then the ball or sphere."""
 
     def __init__(self, layer: BoundedInput) -> None:
         super().__init__()
         self.target, self.sphere, self.colour = layer.bound * _INSIDE, layer.mode == "sphere", layer.colour
+        self.centre, self.scale = layer.centre, layer.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        x = converted(torch.where(torch.isfinite(x), x, torch.zeros_like(x)), self.colour)
+        x = converted(_finite(x), self.colour)
+        if self.centre:
+            positions = x.flatten(2)
+            x = _finite(positions - positions.mean(2, keepdim=True)).reshape_as(x)
         flat = x.flatten(1)
         largest = flat.abs().amax(1, keepdim=True).clamp(min=1e-30)
         unit = flat / largest
         target = self.target / unit.square().sum(1, keepdim=True).sqrt().clamp(min=1e-30)
-        scaled = unit * (target if self.sphere else torch.minimum(largest, target))
-        return torch.where(torch.isfinite(scaled), scaled, torch.zeros_like(scaled)).reshape_as(x)
+        scaled = unit * (target if self.sphere else torch.minimum(largest * self.scale, target))
+        return _finite(scaled).reshape_as(x)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(x), x, torch.zeros_like(x))
 
 
 class L2Pool(nn.Module):

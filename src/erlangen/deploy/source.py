@@ -51,11 +51,13 @@ def source(network: fx.GraphModule, shape: str, pixels: str, classes: tuple[str,
     """The text of ``model.py``."""
     for node in network.graph.nodes:
         node.type = None  # annotations would ask for imports
+    _rename(network)
     code = network.graph.python_code("self")
     lines = code.src.strip().splitlines()
     start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def forward"))
-    argument = next(node.name for node in network.graph.nodes if node.op == "placeholder")
+    argument = next(str(node.target) for node in network.graph.nodes if node.op == "placeholder")
     body = [re.sub(r";\s+(\w+ = )+None.*$", "", line) for line in lines[start + 1 :]]
+    body = [line.replace("torch._C._nn.", "torch.nn.functional.") for line in body]  # where torch binds some of them
     used = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", " ".join(body)))
     strange = sorted((used & set(code.globals)) - {"torch"})
     if strange:
@@ -65,6 +67,13 @@ def source(network: fx.GraphModule, shape: str, pixels: str, classes: tuple[str,
         layers="\n".join(f"        {line}" for line in _layers(network)),
         body="\n".join(f"        {line.strip()}" for line in body if line.strip()),
     )  # fmt: skip
+
+
+def _rename(network: fx.GraphModule) -> None:
+    """Intermediate values are x1, x2, …, in order."""
+    values = [node for node in network.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    for number, node in enumerate(values, start=1):
+        node.name = f"x{number}"
 
 
 def _layers(network: fx.GraphModule) -> list[str]:
