@@ -107,6 +107,9 @@ class PrivacyEngine:
             raise ValueError("noise_multiplier is missing: give σ, or use make_private_with_epsilon")
         self._made += 1  # a second training of a seeded engine draws from streams of its own
         run_id = self.run_id if self._made == 1 else f"{self.run_id}#{self._made}"
+        workers = everybody = Workers.current()
+        if not self.distributed and not everybody.alone:  # models of their own never share noise
+            workers, run_id = Workers(), f"{run_id}@{everybody.rank}"
         self.training = prepare(
             module, optimizer, data_loader, self.accountant,
             noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, poisson_sampling=poisson_sampling,
@@ -114,7 +117,7 @@ class PrivacyEngine:
             clipping=clipping, clipping_options=clipping_options or {}, max_physical_batch=max_physical_batch, unit=unit,
             batch_first=batch_first, strategy=strategy, criterion=criterion, denoiser=denoiser, check=check,
             seed=self.seed, run_id=run_id, secure=self.secure,
-            workers=Workers.current() if self.distributed else Workers(),
+            workers=workers,
         )  # fmt: skip
         return module, optimizer, self.training.loader
 

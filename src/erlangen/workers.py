@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import TypeVar
 
@@ -117,7 +117,8 @@ class Workers:
             value = make()
             message = json.dumps({"value": value})
         except BaseException as error:
-            self.tell(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+            with suppress(LostWorker):  # what went wrong here comes first
+                self.tell(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
             raise
         self.tell(message.encode())
         return value
