@@ -1,0 +1,58 @@
+"""`erlangen audit sensitivity`: consistent on our bounds, violated by a wrong one, inconclusive without teeth."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from erlangen.audit import sensitivity
+from erlangen.cli.main import app
+from erlangen.lipschitz import SpectralDense
+
+QUICK = {"steps": 3, "restarts": 2}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return sensitivity.audit_sensitivity(train_steps=4, names=["lenet", "mixer"], **QUICK)
+
+
+def test_our_bounds_hold_and_the_search_has_teeth(found):
+    assert found["verdict"] == "consistent"
+    assert found["worst"] <= 1.0
+    assert found["control"]["refuted"]
+    assert {"SpectralDense", "MaxMin", "Bias", "MaxPool2d"} <= set(found["tight_layers"])
+    assert {row["subject"] for row in found["losses"]} == {
+        "CrossEntropy",
+        "KCosine",
+        "MulticlassHinge",
+        "HingeKR",
+        "MAE",
+    }
+    assert [row["subject"] for row in found["networks"]] == ["lenet", "mixer"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_wrong_bound_of_a_layer_is_a_violation(monkeypatch):
+    monkeypatch.setattr(
+        SpectralDense, "parameter_bound", lambda self, x, g: {"weight": 0.8 * g * x.norm, "bias": g * 9.0}
+    )
+    wrong = sensitivity.audit_sensitivity(names=[])
+    assert wrong["verdict"] == "violated"
+    assert "SpectralDense" in wrong["beaten"]
+
+
+def test_a_search_without_teeth_decides_nothing(monkeypatch):
+    monkeypatch.setattr(sensitivity, "control", lambda seed: {"refuted": False, "error": None})
+    assert sensitivity.audit_sensitivity(names=[])["verdict"] == "inconclusive"
+
+
+def test_the_command(monkeypatch, found):
+    monkeypatch.setattr(sensitivity, "audit_sensitivity", lambda *args: found)
+    run = CliRunner().invoke(app, ["audit", "sensitivity", "clipless", "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout)["verdict"] == "consistent"
+    assert "refuted" in CliRunner().invoke(app, ["audit", "sensitivity"]).stdout
+    assert CliRunner().invoke(app, ["audit", "sensitivity", "iso"]).exit_code == 2
