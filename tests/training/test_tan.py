@@ -88,3 +88,20 @@ def test_prediction_and_real_run_agree_within_their_spread():
     real = [train(dataclasses.replace(LARGE, seed=s)).summary["test"]["test_accuracy"] for s in seeds]
     spread = math.hypot(predicted.spread, statistics.stdev(real))
     assert abs(predicted.mean - statistics.fmean(real)) <= 2 * spread + 0.01
+
+
+def test_the_command_says_that_it_is_not_private(capsys):
+    from erlangen.cli.main import app
+
+    options = ["model=mlp", "epsilon=null", "noise_multiplier=2.0", "batch=128", "steps=2", "evaluations=1"]
+    arguments = ["tan", "-k", "4", "--seeds", "1", *[part for text in options for part in ("--set", text)]]
+    with pytest.raises(SystemExit) as ended:
+        app([*arguments, "--json"])
+    assert ended.value.code in (0, None)
+    said = json.loads(capsys.readouterr().out)
+    assert said["small"]["batch"] == 32
+    assert said["noise_to_batch"] == pytest.approx(2.0 / 128)
+    assert "not the private run" in said["remarks"][0]
+    with pytest.raises(SystemExit):
+        app(arguments)
+    assert "not the private run" in capsys.readouterr().out
