@@ -279,6 +279,15 @@ def test_private_metrics_have_the_stated_noise_and_sensitivity():
         assert np.linalg.norm(exact.value - fewer) <= exact.sensitivity
 
 
+def test_noise_without_a_stream_is_normal_and_never_the_same():
+    from scipy import stats
+
+    draws = acc.metrics._normal((20_000,), None)
+    assert stats.kstest(draws, "norm").pvalue > 1e-4
+    assert not np.array_equal(draws, acc.metrics._normal((20_000,), None))
+    assert acc.metrics.accuracy([1, 0], [1, 1], 3.0).std == 1.5
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -86,6 +86,10 @@ def test_inspect(call, run_folder):
     out = call("inspect", run_folder, "--json")
     assert (out["run"], out["steps"], out["settled"]) == ("run1", 1000, True)
     assert "1000 ×" in call("inspect", run_folder)
+    assert out["delta"] == 1e-5
+    (run_folder / "config.json").write_text('{"delta": 1e-6}')  # the run's own, unless another is asked for
+    assert call("inspect", run_folder, "--json")["delta"] == 1e-6
+    assert call("inspect", run_folder, "--delta", 1e-4, "--json")["delta"] == 1e-4
     path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
     assert call("inspect", path, "--json")["run"] == "run1"
     assert "Privacy certificate" in call("inspect", path)

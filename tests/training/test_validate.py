@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from erlangen.accounting import epsilon, gaussian
-from erlangen.accounting.ledger import read_ledger
+from erlangen.accounting.ledger import LedgerError, read_ledger
 from erlangen.data import load
 from erlangen.training import TrainConfig, run
 from erlangen.training.config import ConfigError
@@ -43,10 +43,29 @@ def test_without_noise_it_is_the_plain_matrix_and_epsilon_is_infinite(tmp_path, 
     assert sum(map(sum, result["confusion"])) == result["records"]
 
 
+def test_a_damaged_or_lone_ledger_is_said(tmp_path, trained):
+    import shutil
+
+    folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
+    source = trained.parent / "private.npz"
+    assert validate(folder, source, 5.0)["ledger_notes"] == []
+    with (folder / "validation-ledger.jsonl").open("ab") as file:
+        file.write(b"[0,")
+    again = validate(folder, source, 5.0)
+    assert "torn" in again["ledger_notes"][0]
+    assert again["releases"] > 4
+    (folder / "validation-ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="--single-copy"):
+        validate(folder, source, 5.0)
+    assert "missing" in validate(folder, source, 5.0, single_copy=True)["ledger_notes"][-1]
+
+
 def test_mistakes(trained, tmp_path):
     source = trained.parent / "private.npz"
     with pytest.raises(ConfigError, match="σ ≥ 0"):
         validate(trained, source, -1.0)
+    with pytest.raises(ConfigError, match="delta is 2"):  # before anything is released
+        validate(trained, source, 1.0, delta=2.0)
     with pytest.raises(ConfigError, match=r"no summary\.json"):
         validate(tmp_path, source, 1.0)
     np.savez(tmp_path / "other.npz", x_train=np.zeros((4, 8, 8)), y_train=np.arange(4) % 2)

@@ -8,6 +8,7 @@ size is treated as public.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def accuracy(
         raise ValueError(f"{len(labels)} predictions for {len(truth)} records; pass one prediction per record")
     event = gaussian(noise_multiplier)
     count = float(np.count_nonzero(labels == truth))
-    noisy = float(np.rint(count + noise_multiplier * _generator(rng).standard_normal()))
+    noisy = float(np.rint(count + noise_multiplier * _normal((), rng)))
     n = len(truth)
     return PrivateMetric(min(max(noisy, 0.0), n) / n, event, noise_multiplier / n, 1.0)
 
@@ -77,7 +78,7 @@ def confusion_matrix(
             raise ValueError(f"{name} labels must lie in 0 … {classes - 1}")
     event = gaussian(noise_multiplier)
     counts = np.bincount(truth * classes + labels, minlength=classes * classes).reshape(classes, classes)
-    noisy = np.rint(counts + noise_multiplier * _generator(rng).standard_normal((classes, classes)))
+    noisy = np.rint(counts + noise_multiplier * _normal((classes, classes), rng))
     return PrivateMetric(noisy.astype(np.int64), event, noise_multiplier, 1.0)
 
 
@@ -99,8 +100,13 @@ def _labels(values: npt.ArrayLike, name: str) -> Any:
     return array.astype(np.int64)
 
 
-def _generator(rng: np.random.Generator | None) -> np.random.Generator:
-    """The given stream, or a fresh one seeded by the operating system."""
+def _normal(shape: tuple[int, ...], rng: np.random.Generator | None) -> Any:
+    """Standard normals of the given stream, or from the system's secure generator: nobody can draw them again."""
     import numpy as np
 
-    return np.random.default_rng() if rng is None else rng
+    if rng is not None:
+        return rng.standard_normal(shape)
+    from scipy.special import ndtri
+
+    words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64) >> np.uint64(11)
+    return ndtri((words + 0.5) * 2.0**-53).reshape(shape)

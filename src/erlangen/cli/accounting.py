@@ -151,7 +151,7 @@ def _certificate(file: Path) -> dict[str, Any]:
 
 def inspect(
     run: Path = typer.Argument(..., help="Run folder, ledger or certificate.json."),
-    delta: float = DELTA,
+    delta: float | None = typer.Option(None, help="δ for the reported ε; default the run's own, else 1e-5."),
     single_copy: bool = SINGLE,
     as_json: bool = JSON,
 ) -> None:
@@ -166,6 +166,7 @@ def inspect(
     if not run.exists():
         raise Misuse(f"nothing at {run}; name the folder of a run, its ledger.jsonl or its certificate.json")
     book = acc.read_ledger(acc.ledger_path(run), single_copy)
+    delta = _delta_of(run) if delta is None else delta
     result = {
         "run": book.run,
         "data": book.data,
@@ -176,6 +177,18 @@ def inspect(
         "steps": book.steps,
     }
     _print(result, as_json, _show_ledger)
+
+
+def _delta_of(run: Path) -> float:
+    """The δ that the run was trained for, where its configuration says so."""
+    from erlangen.accounting import strict_json
+
+    beside = (run if run.is_dir() else run.parent) / "config.json"
+    try:
+        delta = strict_json.read(beside, "configuration").get("delta") if beside.is_file() else None
+    except (ValueError, AttributeError):
+        delta = None
+    return float(delta) if isinstance(delta, float) and 0 < delta < 1 else 1e-5
 
 
 def sign(
@@ -223,6 +236,7 @@ def _account_runs(runs: list[Path], delta: float, single_copy: bool) -> dict[str
     for group in acc.compose_runs(runs, single_copy):
         price = _priced(group.pairs(), delta, group.neighbouring)
         notes = [note for book in group.books for note in book.notes]
+        notes += [f"run {book.run} is not settled: its last reservation counts in full" for book in group.books if not book.settled]
         if len(group.units) > 1:
             notes.append(f"the runs protect different units ({', '.join(group.units)}): ε holds for the smallest of them only")
         spent.append({"data": group.fingerprint, "runs": group.runs, "steps": group.steps, "unit": group.units} | price)

@@ -17,12 +17,13 @@ def validate(
     data: str = typer.Option(..., help="Private validation records: x_train and y_train of an .npz file, or a name."),
     noise_multiplier: float = typer.Option(5.0, help="σ of the counts (sensitivity 1); 0 means no privacy."),
     delta: float | None = typer.Option(None, help="δ for the reported ε; default min(1e-5, 0.1/N)."),
+    single_copy: bool = typer.Option(False, "--single-copy", help="Accept a ledger whose second copy is missing."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Release accuracy and confusion matrix on a private validation set; each call costs and is written down first."""
     from erlangen.training.validate import validate as release
 
-    result = release(run, data, noise_multiplier, delta)
+    result = release(run, data, noise_multiplier, delta, single_copy)
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -36,3 +37,5 @@ def validate(
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
     for row in result["confusion"]:
         typer.echo("  " + " ".join(f"{n:5d}" for n in row))
+    for note in result["ledger_notes"]:
+        typer.echo(f"Ledger     was damaged and repaired: {note}")

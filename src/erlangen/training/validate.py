@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from erlangen.accounting import epsilon, metrics
-from erlangen.accounting.ledger import Ledger, Release
+from erlangen.accounting.ledger import Ledger, Release, copy_path
 from erlangen.data import Dataset, load
 from erlangen.deploy.card import ModelCard
 from erlangen.models import make_model
@@ -42,7 +42,11 @@ def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.M
 
 
 def validate(
-    folder: str | Path, source: str | Path, noise_multiplier: float, delta: float | None = None
+    folder: str | Path,
+    source: str | Path,
+    noise_multiplier: float,
+    delta: float | None = None,
+    single_copy: bool = False,
 ) -> dict[str, Any]:
     """Release how well a run does on the private records ``x_train``, ``y_train`` of ``source``.
 
@@ -51,6 +55,8 @@ def validate(
     folder = Path(folder)
     if noise_multiplier < 0:
         raise ConfigError(f"noise_multiplier is {noise_multiplier}; give σ ≥ 0")
+    if delta is not None and not 0 < delta < 1:
+        raise ConfigError(f"delta is {delta}; give 0 < δ < 1")
     summary = folder / "summary.json"
     if not summary.is_file():
         raise ConfigError(f"{folder} holds no finished run: there is no summary.json")
@@ -61,10 +67,10 @@ def validate(
     predicted = predict(load_model(folder, data.input_shape, classes), data)
     right = metrics.accuracy(predicted, data.y_train, noise_multiplier)
     table = metrics.confusion_matrix(predicted, data.y_train, classes, noise_multiplier)
-    with open_ledger(folder / "validation-ledger.jsonl", data) as ledger:
+    with open_ledger(folder / "validation-ledger.jsonl", data, single_copy) as ledger:
         for name, metric in (("accuracy", right), ("confusion-matrix", table)):
             ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
-        pairs = ledger.pairs()
+        pairs, notes = ledger.pairs(), list(ledger.book.notes)
     spent = epsilon(pairs, delta)
     return {
         "accuracy": right.value,
@@ -75,6 +81,7 @@ def validate(
         "epsilon": spent if math.isfinite(spent) else "inf",
         "delta": delta,
         "releases": sum(count for _, count in pairs),
+        "ledger_notes": notes,
     }
 
 
@@ -89,11 +96,11 @@ def predict(model: nn.Module, data: Dataset) -> np.ndarray:
     return torch.cat([model(part).argmax(1) for part in parts]).numpy()
 
 
-def open_ledger(path: Path, data: Dataset) -> Ledger:
+def open_ledger(path: Path, data: Dataset, single_copy: bool = False) -> Ledger:
     """The ledger of these validation records; other records need another run folder or their own account."""
-    if not path.exists():
+    if not path.exists() and not copy_path(path).exists():
         return Ledger.create(path, data=data.fingerprint(), block=1)
-    ledger = Ledger.open(path)
+    ledger = Ledger.open(path, single_copy)
     if ledger.book.data != data.fingerprint():
         ledger.close()
         raise ConfigError(
