@@ -9,8 +9,10 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
-from erlangen.report import build, read, render, save
+from erlangen.cli.extras import require
+from erlangen.report import build, charts, read, render, save
 from erlangen.report.interactive import figure, text
 from erlangen.report.page import _asset, embedded
 from tests.report.conftest import FOLDER
@@ -131,6 +133,28 @@ def test_the_same_figures_on_paper(hostile, tmp_path, form):
     words = "".join(ET.parse(tmp_path / "run1-confusion.svg").getroot().itertext())
     assert "0</script>" in words
     assert "$x_{" in words
+
+
+def test_a_thousand_classes_are_cut_to_the_most_confused(trained):
+    run = read(trained)
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.arange(3000) % 1000
+    logits = torch.nn.functional.one_hot(labels, 1000).float() * 9
+    logits[:40] = torch.randn(40, 1000, generator=rng)
+    logits[range(40), range(40)] = -9  # classes 0 to 39 are taken for others
+    public = dataclasses.replace(
+        run.public, logits=logits, labels=labels, images=run.public.images[:1], shown=torch.tensor([0])
+    )
+    chart = charts.confusion(dataclasses.replace(run, public=public))
+    assert chart.values.shape == (60, 60)
+    assert set(map(str, range(40))) <= set(chart.rows)
+    assert "of 1000 classes" in chart.caption
+
+
+def test_a_missing_package_is_named_with_its_cure():
+    require("erlangen report", "report", "json")
+    with pytest.raises(ImportError, match=r"needs no_such_package.*pip install 'erlangen\[report\]'"):
+        require("erlangen report", "report", "json", "no_such_package")
 
 
 # -- contrast ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from erlangen.report import measures
 from erlangen.report.chart import Axis, Chart, Gallery, Heat, Picture, Series, floats, plain, small
 from erlangen.report.folder import Run, finite_or_inf
 
+#: classes in a confusion matrix that can be read, and that a page can hold
+MOST_CLASSES = 60
 ACCURACY = Axis("accuracy on the public test set", percent=True)
 
 
@@ -140,10 +142,18 @@ def confusion(run: Run) -> Heat | None:
     counts = measures.confusion(run.public.probabilities, run.public.labels.numpy())
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     off = counts - np.diag(np.diag(counts))
-    names = tuple(run.class_name(c) for c in range(len(counts)))
-    worst = np.unravel_index(off.argmax(), off.shape)
+    kept, left_out = list(range(len(counts))), ""
+    if len(counts) > MOST_CLASSES:
+        worst = np.argsort(-(off.sum(0) + off.sum(1)), kind="stable")[:MOST_CLASSES]
+        kept, left_out = (
+            sorted(worst.tolist()),
+            f" The {MOST_CLASSES} most confused of {len(counts)} classes are shown.",
+        )
+    counts, shares, off = (m[np.ix_(kept, kept)] for m in (counts, shares, off))
+    names = tuple(run.class_name(c) for c in kept)
+    actual, said = np.unravel_index(off.argmax(), off.shape)
     alt = (
-        f"Most often {names[worst[0]]} is taken for {names[worst[1]]} ({off[worst]} times)."
+        f"Most often {names[actual]} is taken for {names[said]} ({off[actual, said]} times)."
         if off.any()
         else "No image is misclassified."
     )
@@ -151,7 +161,7 @@ def confusion(run: Run) -> Heat | None:
         "confusion",
         "Confusion matrix",
         "Rows: what the image is. Columns: what the network says. Colour: share of the row; numbers: images of the public "
-        "test set.",
+        f"test set.{left_out}",
         alt,
         shares, names, names, "predicted", "actual", "share of row", span=(0.0, 1.0),
         texts=tuple(tuple(str(n) for n in row) for row in counts), height=min(760, 170 + 30 * len(names)), square=True,

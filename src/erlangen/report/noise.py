@@ -23,7 +23,7 @@ from erlangen.report.folder import Run
 QUANTILES = 41
 #: draws for the noise on the taps of a steerable kernel: fewer for large layers, whose picture averages many channels
 DRAWS = (16, 1000)
-MOST_ROWS, MOST_KERNELS = 40, 8
+MOST_ROWS, MOST_BARS, MOST_KERNELS = 40, 20, 8
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ def _strip(run: Run, found: list[LayerNoise]) -> Heat:
 
 def _energy(run: Run, found: list[LayerNoise]) -> Chart:
     """Share of the noise energy beside the share of coordinates, which is ISO's share of the energy."""
-    shown = [f for f in found if f.entries >= 0.002 * sum(g.entries for g in found)][:MOST_ROWS]
     energy, entries = sum(f.energy for f in found), sum(f.entries for f in found)
+    largest = sorted(found, key=lambda f: -max(f.energy / energy, f.entries / entries))[:MOST_BARS]
+    shown = [f for f in found if f in largest and max(f.energy / energy, f.entries / entries) >= 0.005]
     places = floats(np.arange(len(shown)))
     most = max(shown, key=lambda f: f.energy)
     return Chart(
