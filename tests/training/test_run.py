@@ -315,7 +315,11 @@ def test_classes_that_only_the_test_set_has_are_said(tmp_path):
     rng, said = np.random.default_rng(0), []
     arrays = {"x_train": rng.normal(size=(80, 4, 4)), "y_train": rng.integers(0, 2, 80)}
     np.savez(tmp_path / "d.npz", **arrays, x_test=rng.normal(size=(10, 4, 4)), y_test=np.arange(10) % 4)
-    run.train(dataclasses.replace(SMALL, data=str(tmp_path / "d.npz"), batch=20, steps=1), say=said.append)
+    config = dataclasses.replace(
+        SMALL, data=str(tmp_path / "d.npz"), batch=20, steps=1, delta=0.1, epsilon=None, noise_multiplier=1.0
+    )
+    run.train(config, tmp_path / "run", say=said.append)
+    assert any("delta is 0.1, above 1/80" in text for text in said)
     assert any("never occur in y_train (2, 3): 40.0%" in text for text in said)
 
 

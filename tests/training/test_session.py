@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,6 +129,13 @@ def test_bad_configurations(change, match):
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=match):
         Session(dataclasses.replace(SMALL, **change))
+
+
+def test_every_option_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {name.strip(" `") for cell in table for name in cell.split(",")}
+    assert named == {f.name for f in dataclasses.fields(TrainConfig)}
 
 
 def test_unknown_options_and_broken_files(tmp_path):

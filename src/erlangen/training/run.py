@@ -80,6 +80,9 @@ def train(
         return _run(Session(config, dataset, workers=workers), None, None, watch)
     folder = open_folder(out, overwrite)
     session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
+    delta, units = session.config.delta or 0.0, session.units
+    if delta * units.count > 1:
+        say(f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright; give a smaller δ")
     with _new_ledger(folder, session) as ledger:
         for release in session.prior:  # on disk before its value is
             ledger.reserve(release, 1)
