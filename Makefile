@@ -19,7 +19,8 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/erlangen train --data digits --epsilon 3 --out runs/demo --overwrite
+	$(BIN)/erlangen train --data rotated_digits --model c8-tiny --mechanism rep --epsilon 3 --batch 512 --steps 100 --lr 1 \
+		--set momentum=0 --set 'mechanism_options={"power": 0.5}' --out runs/demo --overwrite
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow"

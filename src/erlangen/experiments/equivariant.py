@@ -161,7 +161,7 @@ _add(
             ("Equivariant-ResNet-9", "eq-resnet9"), ("ResNet-9", "resnet9"), ("Equivariant-WRN-40-1", "eq-wrn-40-1"),
         )
     ],
-    "The paper does not state its threshold. Its gradient curves come from private data without noise and are left out.",
+    "The paper does not state its threshold. Its gradient curves come from private data without noise: set non_private.",
 )  # fmt: skip
 
 
