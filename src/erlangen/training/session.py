@@ -43,11 +43,12 @@ from erlangen.streams import Stream
 from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.device import pick_device
 from erlangen.training.ema import EMA
 from erlangen.training.metrics import evaluate, near_zero
 from erlangen.training.normalise import release_normalisation, wants_private
 from erlangen.training.public import PublicPredictions, predictions
-from erlangen.workers import Workers, local_rank
+from erlangen.workers import Workers
 
 
 class Session:
@@ -75,7 +76,7 @@ class Session:
             dataset, config, release = release_normalisation(dataset, self.units, config, run_id)
             self.dataset, self.config = dataset, config
             self.prior.append(release)
-        self.device = torch.device(_device(config.device, self.workers))
+        self.device = torch.device(pick_device(config.device, self.workers))
         if self.device.type == "cuda" and config.pad:
             torch.backends.cudnn.benchmark = (
                 True  # static shapes: the library may try its kernels once and keep the best
@@ -314,19 +315,3 @@ def _known_kernels() -> Any:
     return cudnn.flags(
         enabled=cudnn.enabled, benchmark=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32
     )
-
-
-def _device(name: str, workers: Workers | None = None) -> str:
-    own = "cuda" if workers is None or workers.alone else f"cuda:{local_rank()}"
-    if name == "auto":
-        return own if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or not (not index or index.isdigit()):
-        raise ConfigError(f"device is {name!r}; give cpu, cuda, cuda:N, mps or auto")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r} but this PyTorch sees no GPU; use --device cpu")
-    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; give cuda:0 or another of them"
-        )
-    return own if name == "cuda" else name
