@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from erlangen.circulant import make_circulant
@@ -158,6 +157,8 @@ def load_public(model: nn.Module, weights: str) -> nn.Module:
             "one with: python -m erlangen.experiments.pretrain"
         )
     if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
         found = load_file(str(path))
     else:
         found = torch.load(path, map_location="cpu", weights_only=True)

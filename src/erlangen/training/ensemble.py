@@ -32,9 +32,9 @@ from erlangen.private import refuse_module
 from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.device import pick_device
 from erlangen.training.metrics import calibration_error
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
-from erlangen.training.session import _device
 from erlangen.training.stacked import Stack
 from erlangen.training.stacked_release import stacked_release
 
@@ -74,7 +74,7 @@ class Ensemble:
         self.configs = [_settled(config, len(self.dataset)) for config in configs]
         self.config = _common(self.configs)
         self.run_ids = list(run_ids) if run_ids is not None else [f"member-{k}" for k in range(len(configs))]
-        self.device = torch.device(_device(self.config.device))
+        self.device = torch.device(pick_device(self.config.device))
         self.sampler = PoissonSampler(len(self.dataset), self.config.batch)  # says what a draw costs; see `PoissonProcess`
         self._load_data()
         models = [self._model(c, r) for c, r in zip(self.configs, self.run_ids, strict=True)]
