@@ -84,9 +84,9 @@ class PrivateLoader(DataLoader):
         refuse_iterable(plain)
         self.private_sampler, self._announce = sampler, announce
         self._batches = _Batches(sampler, units, limit, workers or Workers())
-        workers: dict[str, Any] = {}
+        loading: dict[str, Any] = {}
         if plain.num_workers:
-            workers = {"prefetch_factor": plain.prefetch_factor, "persistent_workers": plain.persistent_workers}
+            loading = {"prefetch_factor": plain.prefetch_factor, "persistent_workers": plain.persistent_workers}
         super().__init__(
             plain.dataset,
             batch_sampler=self._batches,  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ class PrivateLoader(DataLoader):
             worker_init_fn=plain.worker_init_fn,
             generator=plain.generator,
             multiprocessing_context=plain.multiprocessing_context,
-            **workers,
+            **loading,
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
