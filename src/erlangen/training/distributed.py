@@ -69,10 +69,11 @@ def joined() -> Iterator[Workers]:
     ``ERLANGEN_TIMEOUT`` is the number of seconds without an answer after which a worker counts as lost.
     """
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        on_gpu = torch.cuda.is_available() and local_rank() < torch.cuda.device_count()
-        if on_gpu:
-            torch.cuda.set_device(local_rank())
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_timeout()))
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if devices:
+            torch.cuda.set_device(local_rank() % devices)
+        one_each = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= devices  # NCCL wants a device for every process
+        dist.init_process_group("cpu:gloo,cuda:nccl" if one_each else "gloo", timeout=timedelta(seconds=_timeout()))
         try:
             yield Workers.current()
         except BaseException:
