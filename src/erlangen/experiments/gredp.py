@@ -3,7 +3,7 @@
 Every table stands twice. *As published* the noise is what a plain Gaussian needs for the claimed ε, and the run's own,
 larger ε is beside it. *At equal true ε* are DP-SGD, Spectral-DP and GReDP in their sound forms, with dense and with
 block-circulant layers, beside AUTO-S and DP-SGD without momentum; C and learning rate are tuned alike
-(``benchmarks/gredp_table1.py``). Theirs: B = 500, C = 1, δ = 1e-5. Ours where the paper is silent: 10 epochs on MNIST
+(``benchmarks/gredp_geodp.py``). Theirs: B = 500, C = 1, δ = 1e-5. Ours where the paper is silent: 10 epochs on MNIST
 and 30 on CIFAR-10, momentum and EMA, Spectral-DP's share of frequencies ρ = 0.5, circulant blocks of 4.
 """
 
