@@ -128,7 +128,7 @@ register_preset(
             for point in _timed(d, b)
         ),
         {"seconds": "seconds for clipping, summing and noising the batch", "ratio": "as a multiple of DP, same run"},
-        seeds=5, note="One CPU thread; gradients in memory; seeds are repeats.",
+        seeds=5, note="Processor time of one CPU thread; gradients in memory; seeds are repeats.",
     )
 )  # fmt: skip
 
