@@ -11,7 +11,7 @@ from erlangen.audit import sensitivity
 from erlangen.cli.main import app
 from erlangen.lipschitz import SpectralDense
 
-QUICK = {"steps": 3, "restarts": 2}
+QUICK = {"steps": 3, "restarts": 2, "layer_steps": 6}
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +36,18 @@ def test_our_bounds_hold_and_the_search_has_teeth(found):
 
 
 def test_a_wrong_bound_of_a_layer_is_a_violation(monkeypatch):
-    monkeypatch.setattr(
-        SpectralDense, "parameter_bound", lambda self, x, g: {"weight": 0.8 * g * x.norm, "bias": g * 9.0}
-    )
-    wrong = sensitivity.audit_sensitivity(names=[])
-    assert wrong["verdict"] == "violated"
-    assert "SpectralDense" in wrong["beaten"]
+    monkeypatch.setattr(SpectralDense, "parameter_bound", lambda self, x, g: {"weight": 0.8 * g * x.norm})
+    monkeypatch.setattr(sensitivity, "bounded_examples", lambda: {SpectralDense: (lambda: SpectralDense(5, 4), (5,))})
+    wrong = sensitivity.audit_layers(steps=6)
+    assert [row["passed"] for row in wrong] == [False]
+    monkeypatch.setattr(sensitivity, "audit_losses", lambda seed: [])
+    assert sensitivity.audit_sensitivity(names=[])["verdict"] == "violated"
 
 
 def test_a_search_without_teeth_decides_nothing(monkeypatch):
     monkeypatch.setattr(sensitivity, "control", lambda seed: {"refuted": False, "error": None})
+    monkeypatch.setattr(sensitivity, "audit_losses", lambda seed: [])
+    monkeypatch.setattr(sensitivity, "audit_layers", lambda seed, steps: [])
     assert sensitivity.audit_sensitivity(names=[])["verdict"] == "inconclusive"
 
 

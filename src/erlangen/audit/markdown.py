@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from erlangen.audit.table import Everything, shown
+from erlangen.audit.everything import Everything
+from erlangen.audit.table import shown
 from erlangen.audit.verdict import CONFIDENCE, CONSISTENT, Finding, level
 
 KEY = level(CONFIDENCE)

@@ -210,9 +210,13 @@ def guarded(name: str, audit: str, run: Callable[..., Finding], *args: Any) -> F
 @single_threaded
 def static_audit(progress: Callable[[str], None] = lambda name: None) -> list[Finding]:
     """Every registered thing; verdicts corrected for their number (Holm)."""
+    return corrected([finding for k in range(len(PARTS)) for finding in audit_part(k, progress)])
+
+
+def audit_part(k: int, progress: Callable[[str], None] = lambda name: None) -> list[Finding]:
+    """One of `PARTS`, not corrected for the number of audits."""
     load_all()
-    parts = (_mechanisms, _clipping, _noise, _samplers, _companions, _layers)
-    return corrected([finding for part in parts for finding in part(progress)])
+    return list(PARTS[k](progress))
 
 
 def unseen(kind: type, audit: str) -> Finding:
@@ -302,3 +306,6 @@ def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
             yield unable(kind.__name__, "bounds", "a Lipschitz layer without an example in erlangen.audit.examples")
         else:
             yield guarded(kind.__name__, "bounds", audit_bounds, *entry)
+
+
+PARTS = (_mechanisms, _clipping, _noise, _samplers, _companions, _layers)

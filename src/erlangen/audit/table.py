@@ -1,4 +1,4 @@
-"""`erlangen audit all`: every mechanism of the five papers, claimed against measured, and how far the audits can be trusted."""
+"""The table of every mechanism of the five papers, of companions and of code that is not ours: claimed against measured."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from erlangen import accounting
 from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.named import audit_named, equivariant_network
 from erlangen.audit.neighbours import Pair
-from erlangen.audit.static import static_audit
-from erlangen.audit.trust import false_alarms, false_alarms_of_randomness, power
-from erlangen.audit.verdict import CONFIDENCE, INCONCLUSIVE, VIOLATED, Finding, corrected, unable
+from erlangen.audit.verdict import Finding, unable
 
 #: told what is being audited, and how much of it is done
 Tell = Callable[[str, int, int], None]
@@ -105,28 +103,21 @@ def entries() -> list[Entry]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Row:
-    entry: Entry
-    finding: Finding
+def wanted() -> list[Entry]:
+    """Every entry; a mechanism that is registered but stands in no entry gets one of its own."""
+    return [*entries(), *_unlisted()]
 
 
-def audit_table(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None) -> list[Row]:
-    """Every entry; a mechanism that is registered but stands in no entry gets a row of its own. Verdicts by Holm."""
-    wanted = [*entries(), *_unlisted()]
-    findings = []
-    for entry in wanted:
-        try:
-            settings = {**_sized(entry, scale), "seed": seed, "progress": partial(tell, entry.label)}
-            found = (
-                audit_named(entry.mechanism, entry.options, **settings)
-                if entry.subject is None
-                else _special(entry, settings)
-            )
-        except Exception as error:
-            found = unable(entry.label, "mechanism", f"{type(error).__name__}: {error}")
-        findings.append(replace(found, subject=entry.label))
-    return [Row(entry, finding) for entry, finding in zip(wanted, corrected(findings))]
+def audit_entry(
+    entry: Entry, scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None
+) -> Finding:
+    try:
+        settings = {**_sized(entry, scale), "seed": seed, "progress": partial(tell, entry.label)}
+        special = entry.subject is not None
+        found = _special(entry, settings) if special else audit_named(entry.mechanism, entry.options, **settings)
+    except Exception as error:
+        found = unable(entry.label, "mechanism", f"{type(error).__name__}: {error}")
+    return replace(found, subject=entry.label)
 
 
 def _special(entry: Entry, settings: Mapping[str, Any]) -> Finding:
@@ -160,19 +151,6 @@ def _unlisted() -> Iterator[Entry]:
             yield Entry("other", name, name, {}, {"claim_epsilon": 4.0})
 
 
-def zoo_results(tell: Tell = lambda what, done, total: None) -> list[dict[str, Any]]:
-    """Every specimen: what is wrong with it, whether it was called violated, and by which audits."""
-    from erlangen.audit.zoo import examine, zoo
-
-    out, specimens = [], zoo()
-    for k, specimen in enumerate(specimens):
-        tell("zoo", k, len(specimens))
-        found = examine(specimen)
-        caught = [f.audit for f in found if f.verdict == VIOLATED]
-        out.append({"name": specimen.name, "kind": specimen.kind, "bug": specimen.bug, "caught_by": caught})
-    return out
-
-
 def audit_opacus(sigma: float | None = None, trials: int = 6000) -> list[Finding]:
     """Opacus's optimizer with finite gradients, and with every gradient that floating point knows."""
     from erlangen.audit.foreign import opacus_subject
@@ -188,96 +166,6 @@ def audit_opacus(sigma: float | None = None, trials: int = 6000) -> list[Finding
         replace(finite, subject="Opacus DPOptimizer, finite gradients"),
         replace(hostile, subject="Opacus DPOptimizer, a gradient that is not a number"),
     ]
-
-
-def audit_runs(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None) -> list[Finding]:
-    """Short runs on the embedded digits with canaries in them: gradients, records for Clipless, and mislabelled images."""
-    from erlangen.audit import canaries, membership
-    from erlangen.training.config import TrainConfig
-    from erlangen.training.session import Session
-
-    common: dict[str, Any] = {"epsilon": None, "noise_multiplier": 1.0, "batch": 128, "ema": 0.0, "seed": seed}
-    steps = max(30, int(100 * scale))
-    lipschitz = {
-        "model": "lipschitz-lenet",
-        "model_options": {"width": 4},
-        "mechanism_options": {"loss": "cross-entropy"},
-    }
-    kinds: dict[str, dict[str, Any]] = {
-        "ISO": {"model": "logistic"},
-        "GeoDP": {"model": "logistic", "mechanism": "geodp"},
-        "Clipless": {**lipschitz, "mechanism": "clipless"},
-    }
-    findings = []
-    for name, options in kinds.items():
-        config = TrainConfig(**{**common, **options, "steps": steps})
-        told = partial(tell, f"run: {name}")
-        label = f"{name}, {steps} steps"
-        try:
-            session = Session(config, run_id=f"audit-{name}-{seed}")
-            findings += canaries.audit_run(session, label, run=300, seed=seed, progress=told)
-            findings.append(membership.audit_session(config, label, canaries=200, seed=seed, progress=told))
-        except Exception as error:
-            findings.append(unable(label, "run", f"{type(error).__name__}: {error}"))
-    return corrected(findings)
-
-
-@dataclass(frozen=True)
-class Everything:
-    """What `erlangen audit all` produces."""
-
-    rows: list[Row]
-    runs: list[Finding]
-    static: list[Finding]
-    zoo: list[dict[str, Any]]
-    power: list[dict[str, float]]
-    false_alarms: list[dict[str, Any]]
-    opacus: list[Finding]
-
-    @property
-    def own(self) -> list[Finding]:
-        """What this library itself claims."""
-        return [row.finding for row in self.rows if row.entry.claimed_by == "erlangen"] + self.static
-
-    @property
-    def trustworthy(self) -> bool:
-        """Every broken specimen caught, every sound one passed."""
-        return all(bool(s["bug"]) == bool(s["caught_by"]) for s in self.zoo)
-
-    @property
-    def failed(self) -> bool:
-        return any(f.verdict == VIOLATED for f in [*self.own, *self.runs]) or not self.trustworthy
-
-    @property
-    def incomplete(self) -> bool:
-        return any(f.verdict == INCONCLUSIVE for f in self.own)
-
-    def to_json(self) -> dict[str, Any]:
-        from erlangen.audit.verdict import jsonable
-
-        rows = [{"paper": r.entry.paper, "claimed_by": r.entry.claimed_by, **r.finding.to_json()} for r in self.rows]
-        return jsonable({
-            "verdict": VIOLATED if self.failed else INCONCLUSIVE if self.incomplete else "consistent",
-            "mechanisms": rows, "runs": [f.to_json() for f in self.runs], "static": [f.to_json() for f in self.static],
-            "zoo": self.zoo, "power": self.power,
-            "false_alarms": self.false_alarms, "opacus": [f.to_json() for f in self.opacus], "confidence": CONFIDENCE,
-        })  # fmt: skip
-
-
-def audit_everything(scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None) -> Everything:
-    import importlib.util
-
-    rows = audit_table(scale, seed, tell)
-    runs = audit_runs(scale, seed, tell)
-    static = static_audit(lambda name: tell(f"static: {name}", 0, 1))
-    tell("power and false alarms", 0, 1)
-    known = importlib.util.find_spec("opacus") is not None
-    small = scale < 0.5
-    return Everything(
-        rows, runs, static, zoo_results(tell), power(20 if small else 40),
-        [false_alarms(100 if small else 200), *false_alarms_of_randomness(50 if small else 100)],
-        audit_opacus(trials=1500 if small else 6000) if known else [],
-    )  # fmt: skip
 
 
 def shown(value: float | None) -> str:

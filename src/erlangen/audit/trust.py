@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,37 +20,43 @@ from erlangen.audit.verdict import VIOLATED, Finding, gaussian_epsilon
 from erlangen.mechanisms import StreamNoise
 from erlangen.sampling import PoissonSampler
 
+#: confidence of the audits whose false alarms are counted
+STATED = 0.95
+#: true ε at which the power is measured
+TRUTHS = (1.0, 2.0, 4.0, 8.0)
 
-def power(repetitions: int = 20, runs: int = 1000, seed: int = 0) -> list[dict[str, float]]:
-    """Median lower bounds at true ε = 1, 2, 4, 8: GDP from ``runs`` runs in each world, one run with 1000 canaries. At 95 %."""
-    rng, out = np.random.default_rng(seed), []
+
+def power_at(epsilon: float, repetitions: int = 20, runs: int = 1000, seed: int = 0) -> dict[str, float]:
+    """Median lower bounds at a true ε, at 95 %: GDP from ``runs`` runs in each world, and one run with 1000 canaries."""
+    rng = np.random.default_rng([seed, round(epsilon)])
     draw = lambda mu: evidence(rng.normal(mu, 1, runs), rng.normal(0, 1, runs), 1e-5, 0.05)  # noqa: E731
-    for epsilon in (1.0, 2.0, 4.0, 8.0):
-        mu = 1.0 / accounting.noise_multiplier(epsilon, 1e-5, 1.0, 1)
-        gdp, one_run = [], []
-        made = best_guesses(1000, mu, 1e-5)
-        for _ in range(repetitions):
-            seen = draw(mu)
-            gdp.append(gaussian_epsilon(gdp_lower(seen.balanced, 0.05), 1e-5))
-            included = rng.random(1000) < 0.5
-            one_run.append(guess(rng.normal(0, 1, 1000) + mu * included, included, made).epsilon_lower(1e-5, 0.05))
-        over = sum(gdp_refuted(draw(mu).balanced, mu, 0.05) for _ in range(20 * repetitions))
-        out.append({"epsilon": epsilon, "gdp": float(np.median(gdp)), "one_run": float(np.median(one_run)),
-                    "above_truth": over / (20 * repetitions)})  # fmt: skip
-    return out
+    mu = 1.0 / accounting.noise_multiplier(epsilon, 1e-5, 1.0, 1)
+    gdp, one_run = [], []
+    made = best_guesses(1000, mu, 1e-5)
+    for _ in range(repetitions):
+        gdp.append(gaussian_epsilon(gdp_lower(draw(mu).balanced, 0.05), 1e-5))
+        included = rng.random(1000) < 0.5
+        one_run.append(guess(rng.normal(0, 1, 1000) + mu * included, included, made).epsilon_lower(1e-5, 0.05))
+    over = sum(gdp_refuted(draw(mu).balanced, mu, 0.05) for _ in range(20 * repetitions))
+    return {"epsilon": epsilon, "gdp": float(np.median(gdp)), "one_run": float(np.median(one_run)),
+            "above_truth": over / (20 * repetitions)}  # fmt: skip
 
 
-def false_alarms(repetitions: int = 400, trials: int = 600, confidence: float = 0.95) -> dict[str, Any]:
-    """How often a sound mechanism (ISO, real code, exactly its claim) is called violated at a stated ``confidence``."""
-    alarms = 0
-    for k in range(repetitions):
+def alarms(repetitions: Iterable[int], trials: int = 600) -> int:
+    """How often a sound mechanism (ISO, real code, exactly its claim) is called violated at 95 %."""
+    count = 0
+    for k in repetitions:
         subject = Recipe("iso", {}, seed=k).subject()
-        found = audit_releases(subject, trials, pairs=_one_pair(subject), pilot=60, confidence=confidence)
-        alarms += found.verdict == VIOLATED
-    return _rate("Monte Carlo, ISO at exactly its claim", 1 - confidence, alarms, repetitions)
+        pairs = portfolio(subject.shapes)[:2]
+        count += audit_releases(subject, trials, pairs=pairs, pilot=60, confidence=STATED).verdict == VIOLATED
+    return count
 
 
-def false_alarms_of_randomness(repetitions: int = 200, confidence: float = 0.95) -> list[dict[str, Any]]:
+def monte_carlo_rate(count: int, repetitions: int) -> dict[str, Any]:
+    return _rate("Monte Carlo, ISO at exactly its claim", 1 - STATED, count, repetitions)
+
+
+def false_alarms_of_randomness(repetitions: int = 200, confidence: float = STATED) -> list[dict[str, Any]]:
     """How often the library's own noise and Poisson sampler fail their tests at a stated ``confidence``."""
     noise, sampler = 0, 0
     for k in range(repetitions):
@@ -75,7 +82,3 @@ def _rejected(found: Finding, confidence: float) -> bool:
 
 def _rate(audit: str, stated: float, alarms: int, repetitions: int) -> dict[str, Any]:
     return {"audit": audit, "stated": stated, "measured": alarms / repetitions, "repetitions": repetitions}
-
-
-def _one_pair(subject: Any) -> list[Any]:
-    return portfolio(subject.shapes)[:2]

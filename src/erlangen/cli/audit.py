@@ -122,7 +122,9 @@ def run(
 
     _check_numbers(confidence, delta, canaries=(canaries, 0), records=(records, 0))
     if ":" not in subject and not Path(subject).is_dir():
-        raise typer.BadParameter(f"{subject} is no run folder; give the folder that training wrote, or package.module:train")
+        raise typer.BadParameter(
+            f"{subject} is no run folder; give the folder that training wrote, or package.module:train"
+        )
     with _bar("replaying the run", as_json) as tick:
         if ":" in subject and not Path(subject).exists():
             if claim_epsilon is None:
@@ -154,17 +156,20 @@ def static(as_json: bool = JSON) -> None:
 def everything(
     out: Path | None = typer.Option(None, help="Also write the page (docs/results/audit.md) here."),
     scale: float = typer.Option(1.0, help="Fraction of the default number of trials."),
+    jobs: int = typer.Option(1, help="Processes that share the work; the result does not depend on it."),
     seed: int = SEED,
     as_json: bool = JSON,
 ) -> None:
     """The table of every mechanism: claim, exact value, lower bound, ceiling, verdict; and the zoo of broken ones."""
+    from erlangen.audit.everything import audit_everything
     from erlangen.audit.markdown import page
-    from erlangen.audit.table import audit_everything
 
     if not 0 < scale <= 10:
         raise typer.BadParameter(f"scale is {scale}; give a fraction of the default number of trials, e.g. 0.1")
+    if jobs < 1:
+        raise typer.BadParameter(f"jobs is {jobs}; give the number of processes, at least 1")
     with _bar("auditing everything", as_json) as tick:
-        results = audit_everything(scale, seed, lambda what, done, total: tick(done, total, what))
+        results = audit_everything(scale, seed, lambda what, done, total: tick(done, total, what), jobs)
     text, result = page(results), results.to_json()
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,97 @@
+"""`erlangen audit all`: every task is there once, results do not depend on the number of processes, and the page says it all."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections import Counter
+
+import pytest
+
+from erlangen.audit import everything, static, trust
+from erlangen.audit.everything import Everything, Row, Task, tasks
+from erlangen.audit.markdown import page
+from erlangen.audit.table import audit_entry, entries, wanted
+from erlangen.audit.verdict import CONSISTENT, VIOLATED, failed, passed, unable
+from erlangen.audit.zoo import zoo
+from erlangen.mechanisms import mechanisms
+from erlangen.mechanisms.companions import companions
+
+
+def test_every_mechanism_and_companion_has_a_row():
+    listed = {entry.mechanism for entry in wanted()}
+    assert set(mechanisms()) | set(companions()) <= listed
+    assert {"DP-SGD", "REP", "Equivariant networks", "Clipless", "Spectral-DP", "GReDP", "GeoDP"} <= {
+        e.paper for e in entries()
+    }
+
+
+def test_tasks_are_complete_and_can_travel():
+    todo = list(tasks(1.0, 0))
+    count = Counter(task.part for task in todo)
+    assert count["rows"] == len(wanted())
+    assert count["zoo"] == len(zoo())
+    assert count["static"] == len(static.PARTS)
+    assert count["runs"] == len(everything.RUNS)
+    assert pickle.loads(pickle.dumps(todo)) == todo
+    assert len(set(map(repr, todo))) == len(todo)
+
+
+@pytest.mark.slow
+def test_processes_share_the_work_without_changing_it():
+    todo = [Task("zoo", k, 0.1, 0) for k, s in enumerate(zoo()) if s.kind == "clipping"][:2]
+    silent = lambda what, done, total: None  # noqa: E731
+    alone = everything._alone(todo, silent)
+    assert everything._shared(todo, silent, 2) == alone
+    assert all(result["name"] for result in alone)
+
+
+@pytest.mark.parametrize(
+    "label", ["Selective update, one decision", pytest.param("Clipless, training steps", marks=pytest.mark.slow)]
+)
+def test_special_rows_are_consistent_and_not_idle(label):
+    entry = next(e for e in entries() if e.label == label)
+    found = audit_entry(dataclasses.replace(entry, settings={**entry.settings, "trials": 500}))
+    assert found.verdict == CONSISTENT, found.reason
+    assert 1.5 < found.gdp_lower_bound["99.9%"] <= found.claim
+
+
+def test_a_row_that_cannot_run_is_inconclusive():
+    entry = dataclasses.replace(entries()[0], mechanism="nothing of that name")
+    assert audit_entry(entry).verdict == "inconclusive"
+
+
+def results(**changes) -> Everything:
+    finding = audit_entry(dataclasses.replace(entries()[0], settings={"claim_epsilon": 4.0, "trials": 2000}))
+    sound = {
+        "rows": [Row(entries()[0], finding)], "runs": [passed("ISO", "noise along canaries", 10, {"noise_upper_limit": 1.01})],
+        "static": [passed("iso", "flow", 3, {"sensitivity": 0.999})],
+        "zoo": [
+            {"name": "a", "kind": "mechanism", "bug": "broken", "caught_by": ["flow"]},
+            {"name": "b", "kind": "mechanism", "bug": "", "caught_by": []},
+        ],
+        "power": [{"epsilon": 1.0, "gdp": 0.6, "one_run": 0.2, "above_truth": 0.04}],
+        "false_alarms": [trust.monte_carlo_rate(3, 200)], "opacus": [],
+    }  # fmt: skip
+    return Everything(**{**sound, **changes})
+
+
+def test_the_page_and_the_verdict():
+    good = results()
+    text = page(good)
+    assert good.to_json()["verdict"] == CONSISTENT
+    for expected in (
+        "1 of 1 deliberately broken",
+        "1 of 1 sound ones",
+        "5.0% | 1.5% | 200",
+        "noise ≤ 1.010",
+        "ISO",
+        "0.999000",
+    ):
+        assert expected in text, expected
+    assert results(static=[failed("iso", "flow", "leak")]).to_json()["verdict"] == VIOLATED
+    assert results(runs=[failed("ISO", "noise along canaries", "less")]).to_json()["verdict"] == VIOLATED
+    assert results(static=[unable("new", "flow", "cannot be built")]).to_json()["verdict"] == "inconclusive"
+    toothless = results(zoo=[{"name": "a", "kind": "mechanism", "bug": "broken", "caught_by": []}])
+    assert toothless.to_json()["verdict"] == VIOLATED
+    assert "**nothing**" in page(toothless)
