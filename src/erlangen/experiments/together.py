@@ -19,6 +19,7 @@ from erlangen.data import Dataset, load
 from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
+from erlangen.training.metrics import near_zero
 from erlangen.training.public import predictions
 
 #: runs that share a step: enough to fill a GPU, few enough for its memory
@@ -81,6 +82,7 @@ def _keep(job: Job, ensemble: Ensemble, member: int, scores: dict[str, float], s
             "input_shape": list(ensemble.dataset.input_shape),
         },
         "parameters": ensemble.stack.flat.shape[1],
+        "small_parameters": near_zero(weights.values()),
         "randomness": mechanism.noise.description,
         "non_private": [],
         "seconds": round(seconds, 2),
