@@ -1,7 +1,7 @@
 """Clipless steps against a plain SGD step of the same network, with ISO and Opacus' ghost clipping in the same run.
 
     python benchmarks/clipless.py --device cpu --batch 64,256 [--model vgg] [--size small] [--json out.json]
-    python benchmarks/clipless.py --device cuda --batch 512,4096,20000
+    python benchmarks/clipless.py --device cuda --batch 512,4096,20000 --json
 
 A step is forward, backward, noise, update and projection. Times are medians over alternating repeats, as ratios to the
 plain step; memory (CUDA only) is the peak above what was held before the step, as a ratio to the plain step's. What
@@ -29,6 +29,10 @@ from erlangen.lipschitz import CrossEntropy, SpectralConv2d, SpectralDense
 from erlangen.models import lipschitz as models
 
 Step = Callable[[], None]
+#: steps before the clock starts: caches fill, and on a GPU the projection is recorded at its second use
+WARM_UP = 4
+#: steps between two readings of the clock, so that launches may run ahead as they do in training
+STEPS = 5
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "lenet": lambda size: models.lipschitz_lenet(),
     "vgg": lambda size: models.lipschitz_vgg(size=size),
@@ -117,7 +121,8 @@ def measure(net: nn.Module, x: torch.Tensor, y: torch.Tensor, repeats: int, ever
     for name, make in contestants(net, x, y, every).items():
         try:
             steps[name] = make()
-            steps[name]()
+            for _ in range(WARM_UP):
+                steps[name]()
         except (torch.OutOfMemoryError, ImportError) as error:
             print(f"  {name}: left out ({type(error).__name__})")
             steps.pop(name, None)
@@ -140,10 +145,11 @@ def _seconds(step: Step, cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    for _ in range(STEPS if cuda else 1):
+        step()
     if cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / (STEPS if cuda else 1)
 
 
 def _peak(step: Step) -> float:
@@ -163,7 +169,7 @@ def main() -> None:
     parser.add_argument("--certify-every", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", nargs="?", const="-", help="write the results here, or print them")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
@@ -180,8 +186,10 @@ def main() -> None:
         for name, row in found.items():
             memory = f"  memory {row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
             print(f"  {name:40} {1e3 * row['seconds']:9.1f} ms  {row['ratio']:6.2f}{memory}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.json == "-":
+        print(json.dumps(results))
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

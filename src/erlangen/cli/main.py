@@ -5,7 +5,20 @@ from __future__ import annotations
 import typer
 
 import erlangen
-from erlangen.cli import accounting, audit, compare, data, export, predict, report, reproduce, tan, train, validate
+from erlangen.cli import (
+    accounting,
+    audit,
+    compare,
+    data,
+    export,
+    predict,
+    report,
+    reproduce,
+    sensitivity,
+    tan,
+    train,
+    validate,
+)
 from erlangen.cli.manners import Polite
 
 app = typer.Typer(
@@ -37,6 +50,7 @@ reproduce.register(app)
 accounting.register(app)
 validate.register(app)
 audit.register(app)
+sensitivity.register(app)
 report.register(app)
 compare.register(app)
 predict.register(app)
