@@ -161,6 +161,7 @@ def plot(series: dict[str, Any], path: Path, title: str) -> None:
                 ax.plot(x, [p[what] * scale for p in points], "o", color=colour, label=method)
                 ax.plot(x, (line["slope"] * x + line["intercept"]) * scale, "-", color=colour, lw=1)
             ax.set_ylim(bottom=0)
+            ax.locator_params(axis="x", nbins=4)
             ax.text(0.04, 0.93, f"R² = {one['private'][what]['r2']:.3f}", transform=ax.transAxes, va="top", fontsize=8)
             ax.set_xlabel(LABELS[axis] if row else "")
             ax.set_ylabel(label if not column else "")
