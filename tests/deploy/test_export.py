@@ -233,6 +233,7 @@ def test_a_wrong_export_is_refused(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "state", lambda n: {k: v + 1e-3 if "linear" in k else v for k, v in honest(n).items()})
     with pytest.raises(ExportError, match="not usable"):
         export(trained, "torch", tmp_path / "plain")
+    assert not list((tmp_path / "plain").iterdir())
 
 
 def test_misuse(trained, tmp_path):

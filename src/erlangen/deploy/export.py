@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,10 @@ def _torch(
     (folder / "model.py").write_text(text, encoding="utf-8")
     (folder / "weights.safetensors").write_bytes(to_bytes(state(network)))
     (folder / "model.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    exported = run_source(folder)
-    difference = _compared(reference, card, lambda x: exported(x))
     files = tuple(folder / name for name in ("model.py", "weights.safetensors", "model.json"))
+    exported = run_source(folder)
+    with _or_remove(files):
+        difference = _compared(reference, card, lambda x: exported(x))
     return Exported("torch", files, difference, f"torch {torch.__version__}")
 
 
@@ -140,8 +142,20 @@ def _onnx(
     def answer(x: Tensor) -> Tensor:
         return torch.from_numpy(session.run(["logits"], {"image": x.numpy()})[0])
 
-    difference = _compared(reference, card, answer)
+    with _or_remove((path,)):
+        difference = _compared(reference, card, answer)
     return Exported("onnx", (path,), difference, f"onnxruntime {onnxruntime.__version__}")
+
+
+@contextmanager
+def _or_remove(files: tuple[Path, ...]) -> Iterator[None]:
+    """A model that failed its check is not left lying about."""
+    try:
+        yield
+    except ExportError:
+        for path in files:
+            path.unlink(missing_ok=True)
+        raise
 
 
 @torch.no_grad()

@@ -324,9 +324,18 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
         "audit": _audit_line(audited),
-        "config": {**json.loads(config.to_json()), "data": Path(config.data).name},  # not where the owner keeps it
+        "config": _without_places(config),
     })  # fmt: skip
     certificate.save(document, folder)
+
+
+def _without_places(config: TrainConfig) -> dict[str, Any]:
+    """The options as a certificate shows them: not where the owner keeps the data."""
+    values: dict[str, Any] = json.loads(config.to_json())
+    table = values["data_options"].get("unit_csv")
+    if table is not None:
+        values["data_options"]["unit_csv"] = Path(table).name
+    return {**values, "data": Path(config.data).name}
 
 
 def _audit_line(path: Path) -> str | None:
