@@ -16,7 +16,7 @@ from erlangen import PrivacyEngine
 from erlangen.accounting import delta, epsilon, gaussian, poisson
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
-from erlangen.mechanisms.diagnostics import NON_PRIVATE, efficiency, gradient_error, measure
+from erlangen.mechanisms.diagnostics import NON_PRIVATE, efficiency, gradient_error, measure, measure_efficiency
 from tests.mechanisms.test_spectral import build
 
 # -- selective update and release -----------------------------------------------------------------------------------
@@ -215,3 +215,19 @@ def test_any_mechanism_can_be_measured():
     found = {name: measure(mechanism, g, true, 200.0, repeats=5) for name, mechanism in each.items()}
     assert all(0.99 < error.cosine <= 1 for error in found.values())
     assert found["geodp"].gradient_mse > 0
+
+
+@pytest.mark.parametrize("name", ["iso", "geodp", "gredp", "spectral"])
+def test_items_of_any_mechanism(name):
+    """Without noise and clipping item A and B vanish; with noise A is the noise's energy and B averages out."""
+    torch.manual_seed(0)
+    g = {"w": torch.randn(50, 20) * 0.01 + 0.02}
+    w, optimum, clean = {"w": torch.zeros(20)}, {"w": torch.ones(20)}, {"w": g["w"].mean(0)}
+    if name != "geodp":
+        quiet = measure_efficiency(build(name, 0.0), g, w, optimum, clean, 0.5, 50.0)
+        assert abs(quiet.item_a) + abs(quiet.item_b) < 1e-6
+    noisy = measure_efficiency(build(name, 5.0), g, w, optimum, clean, 0.5, 50.0, repeats=400)
+    assert noisy.non_private
+    if name in ("iso", "gredp", "spectral"):
+        assert noisy.item_a == pytest.approx(0.25 * 20 * (5.0 / 50) ** 2, rel=0.15)
+        assert abs(noisy.item_b) < 4 * 2 * 0.5 * 0.1 * math.sqrt(20 / 400)

@@ -15,7 +15,7 @@ from erlangen.accounting import epsilon, gaussian
 from erlangen.gradients import PerSampleGradients
 from erlangen.mechanisms import Angles, Direction, PublishedGeoDP, Shrink, StreamNoise
 from erlangen.mechanisms.clipping import PSAC, AutoS, Flat, PerLayer
-from erlangen.mechanisms.hyperspherical import to_spherical
+from erlangen.mechanisms.hyperspherical import angle_difference, to_spherical
 from tests.mechanisms.attacks import attack_geodp, exact
 from tests.mechanisms.test_spectral import HOSTILE, build
 
@@ -263,3 +263,22 @@ def test_training_through_the_engine(options):
         optimizer.step()
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
     assert (engine.get_epsilon(1e-5) == math.inf) == bool(options.get("as_published"))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_long_vectors_are_summed_as_if_every_angle_were_clipped(scale):
+    """The way without clipping, taken where no angle can reach its bound, against the plain formula; some owners empty."""
+    torch.manual_seed(0)
+    d, n = 3000, 6
+    g = torch.randn(n, d) * scale
+    g[2] = 0.0
+    mechanism = Angles(0.0, 1.0, StreamNoise(0), beta=0.2)
+    mechanism.bind({"w": g[0]}, n)
+    mechanism._refer(0.01 * torch.randn(d - 1))
+    mechanism.accumulate(PerSampleGradients.from_dense({"w": g}))
+    moved = angle_difference(to_spherical(g.double())[1], mechanism._reference.double().expand(n, -1).clone())
+    limit = torch.full((d - 1,), 0.2 * math.pi / 2, dtype=torch.float64)
+    limit[-1] *= 2
+    want = torch.minimum(torch.maximum(moved, -limit), limit)[[0, 1, 3, 4, 5]]
+    torch.testing.assert_close(mechanism._angles.double(), want.sum(0), rtol=1e-4, atol=2e-6)
+    assert float(want.norm(dim=1).max()) <= mechanism.angle_sensitivity

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from erlangen.data import Dataset, load
 from erlangen.gradients import PerSampleGradients, RowMap, Tape, attach, detach
 from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, make_mechanism
-from erlangen.mechanisms.diagnostics import efficiency, gradient_error
+from erlangen.mechanisms.diagnostics import gradient_error, measure_efficiency
 from erlangen.models import make_model
 
 #: rows of per-sample gradients that are in flight at a time
@@ -199,14 +199,9 @@ def efficiency_split(options: Mapping[str, Any], seed: int) -> dict[str, float]:
     rows = torch.from_numpy(np.random.default_rng((2, seed)).permutation(len(x))[: options["batch"]])
     g = per_record(w, x[rows], y[rows])
     mechanism = mechanism_of(options, seed, options["bound"])
-    mechanism.bind({"w": w.flatten()}, len(g))
-    mechanism.accumulate(PerSampleGradients.from_dense({"w": g}))
-    clean, items = clipped_mean(g, options["bound"]), []
-    for repeat in range(REPEATS):
-        one = copy.deepcopy(mechanism)
-        one.noise = StreamNoise(seed, f"repeat-{repeat}")
-        noisy = one.finish(len(g))["w"]
-        items.append(efficiency(w.flatten(), best.flatten(), clean, noisy, options["rate"]))
-    mean = lambda values: sum(values) / REPEATS  # noqa: E731
-    a, b = mean(i.item_a for i in items), mean(i.item_b for i in items)
-    return {"item_a": a, "item_b": b, "difference": a + b}
+    vector = lambda t: {"w": t.flatten()}  # noqa: E731
+    clean = vector(clipped_mean(g, options["bound"]))
+    found = measure_efficiency(
+        mechanism, {"w": g}, vector(w), vector(best), clean, options["rate"], len(g), repeats=REPEATS
+    )
+    return {"item_a": found.item_a, "item_b": found.item_b, "difference": found.difference}

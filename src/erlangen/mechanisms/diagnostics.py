@@ -83,4 +83,34 @@ def efficiency(w: Tensor, optimum: Tensor, clean: Tensor, noisy: Tensor, rate: f
     return Efficiency(float(item_a), float(item_b))
 
 
-__all__ = ["NON_PRIVATE", "Efficiency", "GradientError", "efficiency", "flatten", "gradient_error", "measure"]
+def measure_efficiency(
+    mechanism: Mechanism,
+    gradients: Mapping[str, Tensor],
+    w: Mapping[str, Tensor],
+    optimum: Mapping[str, Tensor],
+    clean: Mapping[str, Tensor],
+    rate: float,
+    expected_batch: float,
+    repeats: int = 1,
+) -> Efficiency:
+    """Items A and B of any mechanism, the mean over ``repeats`` releases of the same per-sample gradients."""
+    if not mechanism.shapes:
+        mechanism.bind(w, expected_batch)
+    start, goal, true = flatten(w), flatten(optimum), flatten(clean)
+    items = [
+        efficiency(start, goal, true, flatten(mechanism.release(gradients, expected_batch)), rate)
+        for _ in range(repeats)
+    ]
+    return Efficiency(sum(i.item_a for i in items) / repeats, sum(i.item_b for i in items) / repeats)
+
+
+__all__ = [
+    "NON_PRIVATE",
+    "Efficiency",
+    "GradientError",
+    "efficiency",
+    "flatten",
+    "gradient_error",
+    "measure",
+    "measure_efficiency",
+]

@@ -49,12 +49,14 @@ def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice
     radii R_z grow from the end. Together they are `to_spherical` of the concatenation. ``scale`` [n] is any number near
     each vector's norm; vectors of ordinary size are not divided by it.
     """
-    scale = torch.where(scale > 0, scale, 1.0)[:, None].to(parts[0])
+    empty = scale <= 0
+    scale = torch.where(empty, 1.0, scale)[:, None].to(parts[0])
     ordinary = bool(((scale > 1e-12) & (scale < 1e12)).all())
     ends = torch.cat([p[:, -2:] for p in parts], 1)[:, -2:]
     ends = ends if ordinary else ends / scale
     yield slice(-1, None), torch.atan2(ends[:, 1:], ends[:, :1]), math.pi
-    carry, left, stop = ends.double().square().sum(1), 2, sum(p.shape[1] for p in parts) - 2
+    left, stop = 2, sum(p.shape[1] for p in parts) - 2
+    carry = torch.where(empty, 1.0, ends.double().square().sum(1))  # angles of nothing are 0, whatever the radius
     width = max(1, BLOCK.get(parts[0].device.type, LARGE_BLOCK) // max(1, parts[0].shape[0]))
     for part in reversed(parts):
         skip = min(left, part.shape[1])  # the last two columns are done
