@@ -24,7 +24,7 @@ import torch
 from erlangen.accounting import noise_multiplier
 from erlangen.data import Dataset, load
 from erlangen.experiments import preset
-from erlangen.experiments.clipless import FRONTS, config
+from erlangen.experiments.clipless import FRONTS, LOSS, config
 from erlangen.experiments.tuning import split
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
@@ -38,7 +38,12 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "LeNet": {"model": "lipschitz-lenet", "model_options": {"width": 8}},
 }
 RATES = (0.03, 0.1, 0.3)
-TEMPERATURES = (8.0, 128.0)
+#: tried on the best network and rate
+LOSSES: tuple[dict[str, Any], ...] = (
+    {"name": "hinge", "margin": 0.05},
+    {"name": "hinge", "margin": 0.4},
+    {"name": "cross-entropy", "temperature": 16.0},
+)
 
 
 @functools.cache
@@ -63,24 +68,22 @@ def fit(settings: TrainConfig, data: Dataset, device: str) -> dict[str, float]:
 def tune(name: str, device: str, steps: int | None) -> list[dict[str, Any]]:
     data, rows = split(load(name), 1 / 6), []
 
-    def attempt(label: str, lr: float, temperature: float) -> dict[str, Any]:
-        loss = {"name": "cross-entropy", "temperature": temperature}
+    def attempt(label: str, lr: float, loss: dict[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {**NETWORKS[label], "lr": lr, "mechanism_options": {"loss": loss}, "seed": 0}
         changes |= {"batch": min(config(name, "optimal", 3.0).batch, len(data))}
         found = fit(config(name, "optimal", 3.0, **changes, **({"steps": steps} if steps else {})), data, device)
-        row = {"data": name, "network": label, "lr": lr, "temperature": temperature, **found}
-        print(
-            f"  {name} {label:16} lr {lr:<5} τ {temperature:<5} {100 * found['test_accuracy']:.2f} %  {found['seconds']:.1f} s"
-        )
+        row = {"data": name, "network": label, "lr": lr, "loss": loss, **found}
+        score = f"{100 * found['test_accuracy']:.2f} %  {found['seconds']:.1f} s"
+        print(f"  {name} {label:16} lr {lr:<5} {' '.join(map(str, loss.values())):20} {score}", flush=True)
         rows.append(row)
         return row
 
     for label in NETWORKS:
         for lr in RATES:
-            attempt(label, lr, 32.0)
+            attempt(label, lr, LOSS)
     best = max(rows, key=lambda r: r["test_accuracy"])
-    for temperature in TEMPERATURES:
-        attempt(best["network"], best["lr"], temperature)
+    for loss in LOSSES:
+        attempt(best["network"], best["lr"], loss)
     return rows
 
 

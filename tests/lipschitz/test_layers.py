@@ -25,6 +25,7 @@ from erlangen.lipschitz import (
     LipschitzLayer,
     MaxMin,
     MaxPool2d,
+    MulticlassHinge,
     OrthogonalConv2d,
     OrthogonalDense,
     Permute,
@@ -37,6 +38,7 @@ from erlangen.lipschitz import (
     TokenMean,
     Tokens,
     check_layer,
+    check_sensitivity,
 )
 from erlangen.lipschitz import shape as shapes
 from erlangen.lipschitz.base import Activation
@@ -236,3 +238,38 @@ def test_bias_positions():
     assert shapes.Bias(3).positions(Activation((3, 4, 5), 1.0)) == 20
     with pytest.raises(ValueError, match="cannot be added"):
         shapes.Bias(3).positions(Activation((4, 5), 1.0))
+
+
+# -- centred and scaled inputs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("colour", ["rgb", "yuv", "grayscale"])
+def test_centred_and_scaled_inputs_are_bounded_and_lipschitz(colour):
+    layer = BoundedInput((3, 5, 5), 1.0, colour=colour, centre=True, scale=0.3)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, 5, 5, generator=generator) * torch.logspace(-3, 3, 64).view(-1, 1, 1, 1)
+    y = x + 0.1 * torch.randn(x.shape, generator=generator)
+    assert float(layer(x).flatten(1).norm(dim=1).max()) <= 1.0
+    assert float(layer(x).mean((2, 3)).abs().max()) < 1e-5
+    constant = layer.jacobian_bound(Activation((), math.inf))
+    ratio = (layer(x) - layer(y)).flatten(1).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
+    assert float(ratio.max()) <= constant * (1 + 1e-4)
+    assert float(ratio[:8].max()) >= 0.5 * constant, "small inputs are only scaled"
+    for value in (math.nan, math.inf, -3e38, 3e38):
+        x[0, 0] = value
+        assert bool(layer(x).isfinite().all())
+        assert float(layer(x).flatten(1).norm(dim=1).max()) <= 1.0
+
+
+def test_the_search_reaches_the_sphere_of_scaled_inputs():
+    torch.manual_seed(0)
+    net = Sequential(BoundedInput((1, 3, 3), 2.0, centre=True, scale=0.05), Flatten(), OrthogonalDense(9, 9))
+    report = check_sensitivity(net, MulticlassHinge(margin=50.0), steps=6, restarts=3)
+    assert 0.9 <= report.worst <= 1.0
+
+
+def test_inputs_without_positions_cannot_be_centred():
+    with pytest.raises(ValueError, match="no positions"):
+        BoundedInput((4,), 1.0, centre=True)
+    with pytest.raises(ValueError, match="scale"):
+        BoundedInput((4,), 1.0, scale=0.0)

@@ -101,7 +101,7 @@ class TrainConfig:
 
     def _lipschitz(self) -> TrainConfig:
         """Clipless needs a network and a loss with known constants; chosen on held-out digits (docs/results/clipless.md)."""
-        loss = {"name": "cross-entropy", "temperature": 16.0}
+        loss = {"name": "hinge", "margin": 0.15}
         return dataclasses.replace(
             self,
             model="lipschitz-mlp" if self.model == "auto" else self.model,
