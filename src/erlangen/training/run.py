@@ -152,6 +152,7 @@ def _new_ledger(folder: Path, session: Session) -> Ledger:
         data=session.dataset.fingerprint(),
         run=folder.name,
         unit=session.units.name,
+        block=max(1, min(64, session.config.steps // 32)),  # a crash early in a short run must not spend all of it
     )
 
 
