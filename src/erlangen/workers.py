@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -175,7 +176,8 @@ class Workers:
         try:
             yield
         except (RuntimeError, ValueError) as error:  # what back ends raise for closed connections and timeouts
-            why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+            lines = re.sub(r"^\[[^]]*\]\s*", "", str(error).strip()).splitlines()  # without the back end's own source line
+            why = lines[0].split(". ")[0][:120] if lines else type(error).__name__
             raise LostWorker(
                 f"rank {self.rank} of {self.count} lost another worker while {doing} ({why}). No gradient was used that is "
                 "not in the ledger. Start the run again with --resume, with as many workers as you like"
