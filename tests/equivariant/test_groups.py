@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from erlangen.equivariant import Element, Group, cyclic, dihedral, group_by_name, o2, so2
@@ -15,12 +15,14 @@ finite = st.builds(Group, st.integers(1, 9), st.booleans())
 elements = st.builds(Element, st.integers(0, 1), st.floats(-7, 7))
 
 
+@settings(deadline=None)
 @given(elements, elements)
 def test_products_and_inverses_are_those_of_matrices(a: Element, b: Element) -> None:
     assert np.allclose((a @ b).matrix(), a.matrix() @ b.matrix(), atol=1e-9)
     assert np.allclose((a @ a.inverse()).matrix(), np.eye(2), atol=1e-9)
 
 
+@settings(deadline=None)
 @given(finite)
 def test_table_and_inverses(group: Group) -> None:
     matrices = np.stack([g.matrix() for g in group.elements])
@@ -30,6 +32,7 @@ def test_table_and_inverses(group: Group) -> None:
     assert len({tuple(np.round(m, 6).ravel() + 0.0) for m in matrices}) == group.order
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
 def test_subgroups_keep_their_order(n: int, factor: int, reflections: bool, keep: bool) -> None:
     group, subgroup = Group(n * factor, reflections), Group(n, reflections and keep)

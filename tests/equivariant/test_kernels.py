@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from erlangen.equivariant import Group, Irrep, KernelGrid, cyclic, dihedral, o2, regular, so2, steerable_basis, trivial
@@ -23,6 +23,7 @@ def kernel_at(coefficients: np.ndarray, m: int, angle: float) -> np.ndarray:
     return coefficients[0] * math.cos(m * angle) + coefficients[1] * math.sin(m * angle)
 
 
+@settings(deadline=None)
 @given(groups, st.integers(0, 6), st.data())
 def test_constraint_and_dimension(group: Group, m: int, data: st.DataObject) -> None:
     inp, out = draw_irrep(data, group), draw_irrep(data, group)
@@ -55,6 +56,7 @@ def test_a_wrong_kernel_is_caught() -> None:
     assert np.abs(left - right).max() > 0.1
 
 
+@settings(deadline=None)
 @given(groups, st.sampled_from([1, 2, 3, 5, 7]), st.data())
 def test_normalisation(group: Group, size: int, data: st.DataObject) -> None:
     inp, out = draw_irrep(data, group), draw_irrep(data, group)

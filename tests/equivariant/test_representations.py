@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from erlangen.equivariant import (
@@ -38,6 +38,7 @@ def assert_homomorphism(rho: Representation) -> None:
             assert np.allclose(rho.matrix(a) @ rho.matrix(b), rho.matrix(a @ b), atol=1e-9)
 
 
+@settings(deadline=None)
 @given(finite)
 def test_irreps_are_complete_and_orthogonal(group: Group) -> None:
     irreps = irreps_up_to(group)
@@ -49,6 +50,7 @@ def test_irreps_are_complete_and_orthogonal(group: Group) -> None:
     assert np.allclose(overlaps, np.diag(expected), atol=1e-9)
 
 
+@settings(deadline=None)
 @given(finite)
 def test_regular_is_left_translation(group: Group) -> None:
     rho = regular(group)
@@ -59,6 +61,7 @@ def test_regular_is_left_translation(group: Group) -> None:
         assert np.array_equal(rho.matrix(g), expected)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 def test_quotients_permute_cosets(n: int, factor: int, reflections: bool, keep: bool) -> None:
     group, subgroup = Group(n * factor, reflections), Group(n, reflections and keep)
@@ -89,6 +92,7 @@ def test_spectral_is_the_band_limited_regular_representation(group: Group) -> No
         fourier_matrix(group, 3, 6)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([cyclic(8), cyclic(12), dihedral(4), dihedral(6), dihedral(12), so2(), o2()]), st.data())
 def test_restriction_has_the_same_matrices(group: Group, data: st.DataObject) -> None:
     frequency = data.draw(st.integers(0, 5))

@@ -201,7 +201,7 @@ class KernelExpansion(ConstantsModule):
         numbers as :meth:`pullback` of the kernel gradients, cheaper where the positions T are few.
         """
         n, tokens, taps = *windows.shape[:2], self.grid.size**2
-        a = windows.view(n, tokens, -1, taps)
+        a = windows.view(n, tokens, self.in_type.size, taps)
         if self.in_order is not None:
             a = a.index_select(2, self.in_order)  # type: ignore[arg-type]
         if self.out_order is not None:
@@ -213,12 +213,13 @@ class KernelExpansion(ConstantsModule):
             left, cells = 0, []
             for block, module, _ in self._cells(o):
                 fields_in = self.in_type.multiplicity(block.inp)
+                width = fields_in * block.inp.size
                 if module is not None:
-                    fields = a[:, :, left : left + fields_in * block.inp.size].unflatten(2, (fields_in, -1)).flatten(3)
+                    fields = a[:, :, left : left + width].reshape(n, tokens, fields_in, block.inp.size * taps)
                     response = fields @ module.dense.view(module.dimension * out.size, -1).T
                     response = response.unflatten(-1, (module.dimension, out.size))
                     cells.append(torch.einsum("ntibd,ntod->noib", response, c).flatten(-2))
-                left += fields_in * block.inp.size
+                left += width
             if cells:
                 parts.append(torch.cat(cells, -1).flatten(-2))
             top += count * out.size
