@@ -155,6 +155,16 @@ def test_owners_that_are_not_finite_contribute_nothing() -> None:
         assert all(bool(torch.isfinite(s).all()) for s in sums.values())
 
 
+@pytest.mark.parametrize("name", ["plain", "few positions", "grouped"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_empty_batch_has_no_gradients(name: str, strategy: str) -> None:
+    module, x = build(name, torch.float32)
+    got = recorded(module, (x[:0],), strategy=strategy, loss_reduction="sum")
+    assert all(norms.shape == (0,) for norms in got.norms_squared().values())
+    sums = got.weighted_sum({n: torch.zeros(0) for n in got.names})
+    assert all(bool((s == 0).all()) and s.shape == module.get_parameter(n).shape for n, s in sums.items())
+
+
 def test_a_pullback_that_forgets_the_mean_is_caught() -> None:
     class Forgetful(Projection):
         def pull(self, g: torch.Tensor) -> torch.Tensor:

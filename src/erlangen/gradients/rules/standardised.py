@@ -139,9 +139,9 @@ class Standardised(Piece):
         filters = self.projection.filters.to(d.dtype)
         d = d / self.projection.deviation.to(d.dtype).view(-1, *[1] * (d.ndim - 2))
         outputs = self._outputs(x, size_x, filters, conv)
-        along = (outputs * d).flatten(2).sum(2).unflatten(0, (-1, conv.views)).sum(1)
+        along = (outputs * d).flatten(2).sum(2).unflatten(0, (conv.count, conv.views)).sum(1)
         a, d = Conv(x, d, conv.views, conv.shape, conv.geometry).windows()
-        norms = gram_norms(a - a.mean(2, keepdim=True), d).view(conv.count, -1).sum(1)
+        norms = gram_norms(a - a.mean(2, keepdim=True), d).view(conv.count, conv.geometry.groups).sum(1)
         lost = ((2 - filters.flatten(1).square().sum(1)) * along.square()).sum(1)
         value = (norms - lost).clamp(min=0) + MARGIN * torch.finfo(norms.dtype).eps * norms
         return rescaled(value, size_x, size_d)
