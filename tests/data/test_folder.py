@@ -137,6 +137,10 @@ def test_bad_files_stop_the_run_or_are_left_out_and_named(tmp_path):
     (root / "dog" / "torn.png").write_bytes(whole[:50])
     with pytest.raises(DataError, match=r"(?s)2 image\(s\) in .*--skip-bad.*2 × is not an image: cat/empty\.png, cat/words\.jpg"):
         load(root)
+    draw(root / "dog" / "large.png", size=(60, 50))
+    with pytest.raises(DataError, match=r"(?s)2 × is not an image.*And the images of .* have 2 sizes"):
+        load(root)
+    (root / "dog" / "large.png").unlink()
     for name in ("empty.png", "words.jpg"):
         (root / "cat" / name).unlink()
     with pytest.raises(DataError, match=r"(?s)1 image\(s\).*torn\.png"):
@@ -174,8 +178,9 @@ def test_other_files_are_left_aside_and_said(tmp_path):
     root = tree(tmp_path / "d")
     (root / "cat" / "readme.txt").write_text("hello")
     (root / "cat" / ".DS_Store").write_text("hidden")
+    (root / "list.csv").write_text("a,b")
     data = load(root)
-    assert any("1 file(s) that are no images (.txt)" in note for note in data.notes)
+    assert any("2 file(s) that are no images (.csv, .txt)" in note for note in data.notes)
 
 
 def test_files_in_deeper_folders_count(tmp_path):

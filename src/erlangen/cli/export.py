@@ -28,4 +28,4 @@ def export(
     typer.echo(f"Wrote    {', '.join(str(f) for f in done.files)}")
     typer.echo(f"Checked  with {done.checked_with}: outputs equal to {done.difference:.1e} (relative)")
     if done.format == "torch":
-        typer.echo("Use      from model import CLASSES, load; logits = load()(images)  (images in [0, 1])")
+        typer.echo("Use      from model import CLASSES, load; logits = load()(images)  (model.json says what images are)")

@@ -242,7 +242,7 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
             f"\nTest accuracy  {summary['test']['test_accuracy']:.1%} on {summary['data']['name']} (public test set)"
         )
     else:
-        typer.echo("\nNo public test set: no accuracy is reported.")
+        typer.echo("\nNo public test set: no accuracy is reported (erlangen validate releases one on private records).")
     typer.echo(f"Privacy        {in_plain_words(summary)}")
     typer.echo(f"Randomness     {summary['randomness']}")
     if summary["steps"] < summary["planned_steps"]:
@@ -253,3 +253,4 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo(f"Ledger         was damaged and repaired: {note}")
     if folder is not None:
         typer.echo(f"Run            {folder} (certificate.json, certificate.md, weights.safetensors)")
+        typer.echo(f"Next           erlangen predict {folder} IMAGE…, erlangen export {folder}, erlangen report {folder}")

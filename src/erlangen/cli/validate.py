@@ -14,16 +14,17 @@ def register(app: typer.Typer) -> None:
 
 def validate(
     run: Path = typer.Argument(..., help="Folder of a finished run."),
-    data: str = typer.Option(..., help="Private validation records: x_train and y_train of an .npz file, or a name."),
+    data: str = typer.Option(..., help="Private validation records: a folder of class folders, an .npz file, or a name."),
     noise_multiplier: float = typer.Option(5.0, help="σ of the counts (sensitivity 1); 0 means no privacy."),
     delta: float | None = typer.Option(None, help="δ for the reported ε; default min(1e-5, 0.1/N)."),
     single_copy: bool = typer.Option(False, "--single-copy", help="Accept a ledger whose second copy is missing."),
+    skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave out records that cannot be read."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Release accuracy and confusion matrix on a private validation set; each call costs and is written down first."""
     from erlangen.training.validate import validate as release
 
-    result = release(run, data, noise_multiplier, delta, single_copy)
+    result = release(run, data, noise_multiplier, delta, single_copy, skip_bad)
     if as_json:
         typer.echo(json.dumps(result))
         return

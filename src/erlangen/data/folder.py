@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from erlangen.data.base import Dataset
-from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_under, named, read, reasons
+from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_under, is_hidden, named, read, reasons
 from erlangen.data.options import DataOptions
 from erlangen.data.owners import owners
 from erlangen.data.preprocessing import DataError, Preprocessing
@@ -48,10 +48,13 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     train = _listed(train_root, classes, notes)
     test = _test_part(test_root, classes, notes) if test_root is not None else None
     parts = [part for part in (train, test) if part is not None]
-    for part in parts:
-        _look(part, root, options, notes)
+    bad = [found for part in parts for found in _look(part)]
+    sizes = _mixed_sizes(parts, root, options)
+    _refuse_bad(bad, root, options, notes, also=sizes)
+    if sizes:
+        raise DataError(sizes)
     _refuse_empty(train, classes, root)
-    prep = _format(parts, root, options)
+    prep = _format(parts, options)
     unit_labels = None
     x_test = y_test = None
     x_train, digests = _decoded(train, prep, root, options, notes)
@@ -103,7 +106,7 @@ def _listed(root: Path, classes: list[str], notes: list[str]) -> _Part:
         raise DataError(f"{len(stray)} image(s) in {root} lie in no class folder: {named(stray, root)}")
     files: list[Path] = []
     labels: list[int] = []
-    others: list[Path] = []
+    others = [p for p in sorted(root.iterdir()) if p.is_file() and not is_hidden(p, root)]
     for k, name in enumerate(classes):
         images, rest = files_under(root / name)
         files += images
@@ -135,13 +138,13 @@ def _folders(root: Path) -> list[str]:
 # -- what is in them ------------------------------------------------------------------------------------------------
 
 
-def _look(part: _Part, root: Path, options: DataOptions, notes: list[str]) -> None:
-    """Headers of all files; those that cannot be read stop the run, or are left out and named."""
+def _look(part: _Part) -> list[tuple[Path, str]]:
+    """Headers of all files; those that cannot be read leave the part and are returned with the reason."""
     found = _each(_fact_or_reason, part.files, "looking at")
     bad = [(path, fact) for path, fact in zip(part.files, found, strict=True) if isinstance(fact, str)]
-    _refuse_bad(bad, root, options, notes)
     part.facts = [fact if isinstance(fact, ImageFacts) else ImageFacts(0, 0, True, 8) for fact in found]
     part.keep([isinstance(fact, ImageFacts) for fact in found])
+    return bad
 
 
 def _fact_or_reason(path: Path) -> ImageFacts | str:
@@ -190,12 +193,15 @@ def _each(function: Callable[..., _T], items: Iterable, doing: str) -> list[_T]:
         return list(track(results, f"{doing} images", total=len(values), console=console, transient=True))
 
 
-def _refuse_bad(bad: list[tuple[Path, str]], root: Path, options: DataOptions, notes: list[str]) -> None:
+def _refuse_bad(
+    bad: list[tuple[Path, str]], root: Path, options: DataOptions, notes: list[str], also: str = ""
+) -> None:
     if not bad:
         return
     if not options.skip_bad:
-        cure = "mend or remove them, or pass --skip-bad to train without them"
-        raise DataError(f"{len(bad)} image(s) in {root} cannot be used; {cure}:\n{reasons(bad, root)}")
+        cure = "mend or remove them, or pass --skip-bad to go on without them"
+        more = f"\nAnd {also}" if also else ""
+        raise DataError(f"{len(bad)} image(s) in {root} cannot be used; {cure}:\n{reasons(bad, root)}{more}")
     notes.append(f"{len(bad)} image(s) were left out (--skip-bad):\n{reasons(bad, root)}")
 
 
@@ -208,20 +214,25 @@ def _refuse_empty(train: _Part, classes: list[str], root: Path) -> None:
         )
 
 
-def _format(parts: list[_Part], root: Path, options: DataOptions) -> Preprocessing:
+def _mixed_sizes(parts: list[_Part], root: Path, options: DataOptions) -> str:
+    """What to say about images of several sizes; empty if there is nothing to say."""
+    pairs = [(f, p) for part in parts for p, f in zip(part.files, part.facts, strict=True)]
+    sizes = Counter((fact.height, fact.width) for fact, _ in pairs)
+    if options.size is not None or len(sizes) <= 1:
+        return ""
+    listed = ", ".join(f"{w}×{h} ({count})" for (h, w), count in sizes.most_common(4))
+    common = sizes.most_common(1)[0][0]
+    odd = [path for fact, path in pairs if (fact.height, fact.width) != common]
+    return (
+        f"the images of {root} have {len(sizes)} sizes: {listed}{', …' if len(sizes) > 4 else ''}. Give --image-size N "
+        f"to scale and crop them all to N×N. Not {common[1]}×{common[0]}: {named(odd, root)}"
+    )
+
+
+def _format(parts: list[_Part], options: DataOptions) -> Preprocessing:
     """Size and colours. They are the format of the data, and public: give them to make them independent of the files."""
     every = [fact for part in parts for fact in part.facts]
-    sizes = Counter((fact.height, fact.width) for fact in every)
-    if options.size is None and len(sizes) > 1:
-        listed = ", ".join(f"{w}×{h} ({count})" for (h, w), count in sizes.most_common(4))
-        common = sizes.most_common(1)[0][0]
-        pairs = [(f, p) for part in parts for p, f in zip(part.files, part.facts, strict=True)]
-        odd = [path for fact, path in pairs if (fact.height, fact.width) != common]
-        raise DataError(
-            f"the images of {root} have {len(sizes)} sizes: {listed}{', …' if len(sizes) > 4 else ''}. Give --image-size N "
-            f"to scale and crop them all to N×N. Not {common[1]}×{common[0]}: {named(odd, root)}"
-        )
-    height, width = options.size or next(iter(sizes))
+    height, width = options.size or (every[0].height, every[0].width)
     grey = options.channels == "grey" or (options.channels == "auto" and all(fact.grey for fact in every))
     mean, std = options.constants() or ((0.5,), (0.5,))
     resize = options.size is not None

@@ -46,7 +46,7 @@ class ModelCard:
         """A name for every class: the folder's, or the number."""
         return self.class_names or tuple(str(k) for k in range(self.classes))
 
-    def load(self, source: str | Path) -> Dataset:
+    def load(self, source: str | Path, skip_bad: bool = False) -> Dataset:
         """Other records, read as this model's own were: size, colours, constants, and classes by their names.
 
         Floats are taken as they are: only their owner knows how they were scaled.
@@ -56,6 +56,8 @@ class ModelCard:
         if prep is not None and prep.kind == "image" and str(source) not in datasets():
             options = {"channels": "grey" if prep.channels == 1 else "rgb", "white": prep.white}
             options |= {"image_size": [prep.height, prep.width]} if prep.resize else {}
+        if skip_bad:
+            options["skip_bad"] = True
         data = load(source, **options)
         if prep is not None and data.preprocessing is not None and data.preprocessing.kind == prep.kind == "image":
             data = renormalised(data, prep.mean, prep.std)

@@ -47,6 +47,7 @@ def validate(
     noise_multiplier: float,
     delta: float | None = None,
     single_copy: bool = False,
+    skip_bad: bool = False,
 ) -> dict[str, Any]:
     """Release how well a run does on the private records ``x_train``, ``y_train`` of ``source``.
 
@@ -60,7 +61,7 @@ def validate(
     summary = folder / "summary.json"
     if not summary.is_file():
         raise ConfigError(f"{folder} holds no finished run: there is no summary.json")
-    data, classes = _records(folder, source), int(json.loads(summary.read_text())["data"]["classes"])
+    data, classes = _records(folder, source, skip_bad), int(json.loads(summary.read_text())["data"]["classes"])
     if data.classes > classes:
         raise ConfigError(f"{source} has labels up to {data.classes - 1}, but the model knows {classes} classes")
     delta = delta if delta is not None else min(1e-5, 0.1 / len(data))
@@ -85,9 +86,9 @@ def validate(
     }
 
 
-def _records(folder: Path, source: str | Path) -> Dataset:
+def _records(folder: Path, source: str | Path, skip_bad: bool) -> Dataset:
     """The validation records, read as the run's own were."""
-    return ModelCard.read(folder).load(source) if (folder / "model.json").is_file() else load(source)
+    return ModelCard.read(folder).load(source, skip_bad) if (folder / "model.json").is_file() else load(source)
 
 
 @torch.no_grad()
