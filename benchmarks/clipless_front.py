@@ -105,7 +105,8 @@ def front(names: list[str], seeds: int, device: str, steps: int | None, methods:
             row |= {"epsilon": found[0]["epsilon"], "delta": 1e-5, "seconds": [f["seconds"] for f in found]}
             rows.append(row)
             print(
-                f"  {cell.name:32} {row['mean']:.2f} ± {spread or 0:.2f}  ε = {row['epsilon']:.3f}  {row['seconds'][0]:.1f} s"
+                f"  {cell.name:32} {row['mean']:.2f} ± {spread or 0:.2f}  ε = {row['epsilon']:.3f}  {row['seconds'][0]:.1f} s",
+                flush=True,
             )
     return rows
 

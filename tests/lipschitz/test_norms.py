@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -10,7 +11,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from erlangen.lipschitz import OrthogonalConv2d, OrthogonalDense, Projector, Sequential, SpectralConv2d, SpectralDense
+from erlangen.lipschitz import (
+    FrobeniusDense,
+    OrthogonalConv2d,
+    OrthogonalDense,
+    Projector,
+    Sequential,
+    SpectralConv2d,
+    SpectralDense,
+)
 from erlangen.lipschitz.base import MARGIN
 from erlangen.lipschitz.norms import (
     certified,
@@ -223,3 +232,36 @@ def test_nearly_orthogonal_convolutions_lose_little_and_stay_certified():
     least = [float(torch.linalg.svdvals(operator(m.weight.detach().double(), 1, 1, (8, 8)))[-1]) for m in (plain, near)]
     assert spectral(operator(near.weight.detach().double(), 1, 1, (8, 8))) <= 1.0
     assert least[1] > least[0]
+
+
+def test_layers_projected_together_are_projected_as_alone():
+    torch.manual_seed(0)
+    net = Sequential(
+        SpectralConv2d(2, 4, 3, bias=True),
+        SpectralDense(5, 7, lipschitz=0.8),
+        FrobeniusDense(6, 3),
+        SpectralDense(30, 40),
+    )
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn_like(p))
+    alone = copy.deepcopy(net)
+    alone.project()
+    Projector(net)()
+    for a, b in zip(alone.parameters(), net.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=2e-3)
+
+
+def test_a_new_limit_is_kept_at_once():
+    """What is held in memory for the next call belongs to one limit and one place of the weights."""
+    torch.manual_seed(0)
+    net = Sequential(SpectralDense(6, 6))
+    project = Projector(net, 10)
+    project()
+    project()
+    net[0].lipschitz = 0.25
+    project()
+    assert spectral(net[0].weight.detach().double()) <= 0.25
+    net[0].weight = torch.nn.Parameter(5 * torch.randn(6, 6))
+    project.ensure()
+    assert spectral(net[0].weight.detach().double()) <= 0.25

@@ -459,3 +459,24 @@ def test_by_name_from_a_context():
     built = make_mechanism("clipless", context)
     assert isinstance(built, Clipless)
     assert built.loss_constant == pytest.approx(math.sqrt(2))
+
+
+def test_the_defaults_of_training_suit_lipschitz_networks():
+    from erlangen.training.config import TrainConfig
+    from erlangen.training.run import train
+
+    summary = train(TrainConfig(mechanism="clipless", epsilon=3.0, seed=0, evaluations=1)).summary
+    assert summary["test"]["test_accuracy"] >= 0.88
+    assert summary["guarantee"]["epsilon"]["pld"] <= 3.0
+
+
+def test_sums_and_noise_are_one_vector_in_the_order_of_the_parameters():
+    net = network()
+    built = mechanism(net, 0.0)
+    gradients = {n: 1e-3 * torch.randn(3, *p.shape) for n, p in net.named_parameters()}
+    assert_close(built.release(gradients, 1.0), {n: g.sum(0) for n, g in gradients.items()})
+    noisy = mechanism(net, 2.0)
+    released = noisy.finish(1.0)
+    for name, std in noisy.stds().items():
+        if released[name].numel() >= 100:
+            assert float(released[name].std()) == pytest.approx(std, rel=0.3)
