@@ -163,7 +163,7 @@ def reused(build: Callable[[], Mechanism], shapes: Mapping[str, torch.Size]) -> 
     items = [(label, v) for label, v in seen.items() if float(v.norm()) > 0]  # a magnitude may be cut to zero
     for k, (later, v) in enumerate(items):
         for earlier, u in items[:k]:
-            if v.numel() >= 4 and float((u @ v).abs() / (u.norm() * v.norm())) > 1 - 1e-6:
+            if torch.equal(u, v):
                 return f"noise is reused: {later} is {earlier} again"
     return None
 

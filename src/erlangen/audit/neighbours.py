@@ -34,7 +34,8 @@ class Pair:
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors.values()])
+    """One vector; of sharded tensors, what this process holds."""
+    return torch.cat([(t.to_local() if hasattr(t, "to_local") else t).reshape(-1) for t in tensors.values()])
 
 
 def unflatten(flat: Tensor, shapes: Mapping[str, torch.Size]) -> Gradients:

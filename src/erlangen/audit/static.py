@@ -239,8 +239,45 @@ def _mechanisms(progress: Callable[[str], None]) -> Iterator[Finding]:
             yield guarded(recipe.name, "covariance", _covariance, recipe)
         for build in recipe.steps():
             yield guarded(recipe.name, "training step", audit_step, build)
+    for name, sharded in sharded_builds().items():
+        progress(name)
+        yield guarded(name, "flow", _alone_in_a_group, sharded, seen)
     for kind in missing(Mechanism, seen):
         yield unseen(kind, "flow")
+
+
+def sharded_builds() -> dict[str, Callable[[Any], Mechanism]]:
+    """Mechanisms that only exist on sharded parameters: from a device mesh to one of them."""
+
+    def gaussian(mesh: Any) -> Mechanism:
+        from torch.distributed.tensor import DTensor, Shard
+
+        from erlangen.sharded import ShardedGaussian
+
+        mechanism = ShardedGaussian(1.0, make_clipping("flat", 0.7), None, StreamNoise(None, "audit"), "iso")
+        plain = {n: torch.zeros_like(p) for n, p in small_network().named_parameters()}
+        mechanism.bind({n: DTensor.from_local(p, mesh, [Shard(0)], run_check=False) for n, p in plain.items()}, BATCH)
+        return mechanism
+
+    return {"iso, sharded": gaussian}
+
+
+def _alone_in_a_group(name: str, build: Callable[[Any], Mechanism], seen: set[type]) -> Finding:
+    """Information flow in a process group of one. That workers draw from streams of their own is the noise audit's matter."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return unable(
+            name, "flow", "a process group exists already: audit sharded mechanisms in a process of their own"
+        )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        mechanism = build(mesh)
+        seen.add(type(mechanism))
+        return audit_flow(name, lambda: build(mesh), mechanism.shapes, 0.7)
+    finally:
+        dist.destroy_process_group()
 
 
 def _flow(name: str, recipe: Recipe) -> Finding:
