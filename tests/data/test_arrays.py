@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -180,3 +182,26 @@ def test_a_torch_data_set_trains():
     session.step()
     assert session.units.count == 20
     assert session.epsilon() > 0
+
+
+def test_a_torch_data_set_leaves_a_run_and_can_be_resumed(tmp_path):
+    from erlangen.accounting.certificate_check import check
+    from erlangen.deploy.card import load_run
+    from erlangen.training import TrainConfig, run
+
+    x, y = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8), torch.arange(40) % 2
+    data = from_torch(TensorDataset(x, y), name="mine", class_names=("a", "b"))
+    config = TrainConfig(model="logistic", steps=3, batch=10, epsilon=None, noise_multiplier=1.0, evaluations=1,
+                         data_options={"normalise": "private", "normalise_sigma": 20.0})  # fmt: skip
+    mean = run.train(config, tmp_path / "run", dataset=data).session.dataset.preprocessing.mean
+    certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert check(certificate) == []
+    assert certificate["config"]["data"] == "mine"
+    assert load_run(tmp_path / "run")[1].labels == ("a", "b")
+    again = run.resume(tmp_path / "run", say=lambda text: None, dataset=data)
+    assert again.summary["steps"] == 3
+    assert again.session.dataset.preprocessing.mean == mean != (0.5,)
+    with pytest.raises(ValueError, match="fingerprint differs"):
+        run.resume(tmp_path / "run", say=lambda text: None, dataset=from_torch(TensorDataset(x + 1, y)))
+    with pytest.raises(ValueError, match="mine"):
+        run.resume(tmp_path / "run", say=lambda text: None)

@@ -29,7 +29,8 @@ from safetensors.torch import save as to_bytes
 import erlangen
 from erlangen.accounting import Budget, certificate, epsilon
 from erlangen.accounting.ledger import Ledger, LedgerError, Release, copy_path, read_ledger
-from erlangen.data import Dataset
+from erlangen.data import DataOptions, Dataset
+from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
@@ -68,13 +69,15 @@ def train(
     watch: Watcher | None = None,
     say: Callable[[str], None] = warn,
     workers: Workers | None = None,
+    dataset: Dataset | None = None,
 ) -> Result:
     """Train privately. With ``out`` everything is written there; the summary says what was guaranteed.
 
+    ``dataset`` stands in for ``config.data`` (from `erlangen.data.from_torch`, say); to resume, hand it over again.
     ``workers`` is for `distributed.train`, which lets several processes share the work of this one.
     """
-    config = replace(config, data=absolute(config.data))
-    dataset = load_data(config)
+    config = replace(config, data=absolute(config.data) if dataset is None else dataset.name)
+    dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
     if out is None:
         return _run(Session(config, dataset, workers=workers), None, None, watch)
@@ -98,6 +101,7 @@ def resume(
     say: Callable[[str], None] = warn,
     single_copy: bool = False,
     workers: Workers | None = None,
+    dataset: Dataset | None = None,
     **changes: Any,
 ) -> Result:
     """Go on where a run stopped, also on another device, with another physical batch size, or with moved data.
@@ -107,7 +111,7 @@ def resume(
     """
     folder = Path(folder)
     config = _resumed_config(folder, changes)
-    dataset = load_data(config)
+    dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
     with _old_ledger(folder, config, dataset, single_copy) as ledger:
         if ledger.book.data != dataset.fingerprint():
@@ -127,6 +131,14 @@ def resume(
             begin(session, session.step_count)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
+
+
+def _handed_over(dataset: Dataset, config: TrainConfig) -> Dataset:
+    """The caller's records under the constants of the configuration, as a file of them would be read."""
+    options = DataOptions.of(config.data_options)
+    options.refuse_for_named(dataset.name)
+    constants = options.constants()
+    return dataset if constants is None else renormalised(dataset, *constants)
 
 
 def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
