@@ -108,7 +108,7 @@ _QUIET = {"require_backward_grad_sync": False, "require_forward_param_sync": Fal
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside `DistributedDataParallel`; the others' gradients are never plain, so nothing else can be."""
+    """The module inside `DistributedDataParallel`, or the module itself; wrappers that hide its layers are refused."""
     if isinstance(module, DistributedDataParallel):
         return module.module
     if isinstance(module, DataParallel):

@@ -285,7 +285,8 @@ def prepare(
     tape.metric = built.metric
     if apart:
         sharded.record_gathered(module, tape)
-        not_checked("its parameters are sharded") if check else None
+        if check:
+            not_checked("its parameters are sharded; check it before fully_shard")
         check = False
     probe = _probe_inputs(module, data_loader)
     limit = workers.decide(lambda: _physical_limit(module, tape, probe, max_physical_batch))
