@@ -86,11 +86,8 @@ def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views,
     x = channels_last(2 * views, channels, size, size + 1)
     out = [(s + 2 * p - e * (k - 1) - 1) // t + 1 for s, p, e, k, t in zip(x.shape[2:], padding, dilation, kernel, stride)]
     d = channels_last(2 * views, outputs, *out)
-    filters = torch.randn(outputs, kernel[0] * kernel[1], channels, device=DEVICE)
-    found, norms, sums = convs.conv_gradient(x, d, views, kernel, stride, padding, dilation, filters)
+    found, norms = convs.conv_gradient(x, d, views, kernel, stride, padding, dilation, True)
     close(norms, found.float().square().sum((1, 2, 3)), 1e-5)
-    for f, r in zip(sums, moments.reference(found.flatten(2), filters.flatten(1)), strict=True):
-        close(f, r, 1e-4)
     wanted = convs.reference(x.double(), d.double(), views, kernel, stride, padding, dilation)
     close(found, wanted, 1e-2 if DEVICE == "cuda" else 1e-5)  # on the GPU the matrix units round float32 operands
 

@@ -42,6 +42,7 @@ class TrainConfig:
     momentum: float = 0.9
     weight_decay: float = 0.0
     schedule: str = "constant"
+    warm_up: int = 0
     ema: float = 0.99
     denoise: str = "none"
     views: int = 1
@@ -79,6 +80,7 @@ class TrainConfig:
             ("augment", self.augment in ("none", "shift", "flip-crop"), "choose none, shift or flip-crop"),
             ("sampling", self.sampling in ("poisson", "importance"), "choose poisson or importance"),
             ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
+            ("warm_up", self.warm_up >= 0, "give the number of first steps over which the rate grows linearly"),
             ("schedule", self.schedule in ("constant", "cosine"), "choose constant or cosine"),
             ("precision", self.precision in ("auto", "float32", "bf16"), "choose auto (bf16 on a GPU), float32 or bf16"),
             ("evaluations", self.evaluations >= 1, "evaluate at least once"),

@@ -127,9 +127,10 @@ class Session:
         return known[config.optimizer](parameters, config.lr, config.momentum, config.weight_decay)
 
     def _rate(self, step: int) -> float:
+        begun = min(1.0, (step + 1) / (self.config.warm_up + 1))
         if self.config.schedule == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, self.config.steps))))
-        return 1.0
+            return begun * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, self.config.steps))))
+        return begun
 
     def _private(self) -> PrivateTraining:
         config = self.config

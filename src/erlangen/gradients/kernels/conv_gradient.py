@@ -37,19 +37,12 @@ if HAS_TRITON:
         return tl.sum(tl.sum(v * v, 1), 0)
 
     @triton.jit
-    def _moments(t, w, both):
-        """Of every filter's part in a tile: ‖g‖², Σg and ⟨w, g⟩."""
-        v = t.to(tl.float32)
-        along = tl.sum(v * tl.load(w, mask=both, other=0.0), 1)
-        return tl.sum(v * v, 1), tl.sum(v, 1), along
-
-    @triton.jit
     def _gradient(
-        x, d, out, norms, filters, moments, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr,
-        WO: tl.constexpr, C: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-        PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, VIEWS: tl.constexpr, TILE_O: tl.constexpr,
+        x, d, out, norms, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
+        C: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+        PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, VIEWS: tl.constexpr, TILE_O: tl.constexpr,
         BLOCK_O: tl.constexpr, TILE_C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
-        MOMENTS: tl.constexpr,
+        NORMS: tl.constexpr,
     ):  # fmt: skip
         """ROW: one program forms the three taps of a kernel row, so that few channels still fill the matrix units."""
         owner = tl.program_id(1).to(tl.int64)
@@ -99,15 +92,8 @@ if HAS_TRITON:
             tl.store(target + tap * KW * C, r0, mask=both)
             tl.store(target + (tap * KW + 1) * C, r1, mask=both)
             tl.store(target + (tap * KW + 2) * C, r2, mask=both)
-            energy = _energy(r0) + _energy(r1) + _energy(r2)
-            if MOMENTS:
-                w = filters + o[:, None] * (KH * KW * C) + tap * KW * C + c[None, :]
-                s0, s1, s2 = _moments(r0, w, both)
-                t0, t1, t2 = _moments(r1, w + C, both)
-                u0, u1, u2 = _moments(r2, w + 2 * C, both)
-                square = s0 + t0 + u0
-                plain = s1 + t1 + u1
-                along = s2 + t2 + u2
+            if NORMS:
+                energy = _energy(r0) + _energy(r1) + _energy(r2)
         else:
             total = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
             for start in range(0, tokens, BLOCK):
@@ -122,18 +108,10 @@ if HAS_TRITON:
                 total = tl.dot(tl.trans(dv), xv, total)
             rounded = total.to(out.dtype.element_ty)
             tl.store(target + tap * C, rounded, mask=both)
-            energy = _energy(rounded)
-            if MOMENTS:
-                w = filters + o[:, None] * (KH * KW * C) + tap * C + c[None, :]
-                square, plain, along = _moments(rounded, w, both)
-        if MOMENTS:
-            PARTS: tl.constexpr = (KH if ROW else KH * KW) * DOWN
-            at = moments + (owner * O + o) * PARTS + tap * DOWN + place % DOWN
-            SIZE = tl.num_programs(1).to(tl.int64) * O * PARTS
-            tl.store(at, square, mask=in_o)
-            tl.store(at + SIZE, plain, mask=in_o)
-            tl.store(at + 2 * SIZE, along, mask=in_o)
-        tl.store(norms + owner * tl.num_programs(0) + tl.program_id(0), energy)
+            if NORMS:
+                energy = _energy(rounded)
+        if NORMS:
+            tl.store(norms + owner * tl.num_programs(0) + tl.program_id(0), energy)
 
 
 def _tile(channels: int, most: int = 128) -> Pair:
@@ -147,16 +125,12 @@ def worth_it(tokens: int, channels: int, outputs: int) -> bool:
     return tokens >= 16 and channels >= 16 and outputs >= 16
 
 
-Moments = tuple[Tensor, Tensor, Tensor]
-
-
 def conv_gradient(
-    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
-    filters: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Moments | None]:  # fmt: skip
-    """([n, O, taps, C], its squared norms [n], moments) from channels-last x [n·views, C, H, W] and d [n·views, O, H', W'].
+    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, norms_too: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """[n, O, taps, C], and its squared norms [n] if asked for.
 
-    With ``filters`` [O, taps, C] the moments are ‖g‖², Σg and ⟨filters, g⟩ of every owner and filter, [n, O] each.
+    x is [n·views, C, H, W], d is [n·views, O, H', W'], both channels-last.
     """
     (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
     owners, taps = rows // views, kernel[0] * kernel[1]
@@ -167,14 +141,10 @@ def conv_gradient(
     tokens = views * out_height * out_width
     block = 32 if by_row or out_height * out_width <= 64 else 64
     stages, warps = (5, 4) if by_row else (4, 8) if block == 32 else (3, 4)
-    down = -(-channels // tile_c)
-    parts = (kernel[0] if by_row else taps) * down
-    grid = (parts * -(-outputs // tile_o), owners)
-    norms = torch.empty(owners, grid[0], device=x.device, dtype=torch.float32)
-    found = norms if filters is None else torch.empty(3, owners, outputs, parts, device=x.device, dtype=torch.float32)
+    grid = ((kernel[0] if by_row else taps) * -(-outputs // tile_o) * -(-channels // tile_c), owners)
+    norms = torch.empty(owners, grid[0] if norms_too else 0, device=x.device, dtype=torch.float32)
     _gradient[grid](
-        x, d, out, norms, norms if filters is None else filters, found, tokens, height, width, out_height, out_width,
-        channels, outputs, *kernel, *stride, *padding, *dilation, views, tile_o, block_o, tile_c, block_c,
-        min(block, max(16, power_of_two(tokens))), by_row, filters is not None, num_warps=warps, num_stages=stages,
+        x, d, out, norms, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding, *dilation, views, tile_o, block_o, tile_c, block_c,
+        min(block, max(16, power_of_two(tokens))), by_row, norms_too, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out, norms.sum(1), None if filters is None else tuple(found.sum(3))  # type: ignore[return-value]
+    return out, norms.sum(1) if norms_too else None

@@ -24,29 +24,35 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _moments(g, w, energy, total, along, L, FILTERS: tl.constexpr, BLOCK: tl.constexpr):
-        filter = tl.program_id(0)
+    def _moments(
+        g, w, energy, total, along, L, FILTERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        """One program: TILE filters of one owner."""
+        f = tl.program_id(0) * TILE + tl.arange(0, TILE)
         owner = tl.program_id(1).to(tl.int64)
-        base = g + (owner * FILTERS + filter) * L
-        square = tl.zeros([BLOCK], tl.float32)
-        plain = tl.zeros([BLOCK], tl.float32)
-        product = tl.zeros([BLOCK], tl.float32)
+        base = g + (owner * FILTERS + f[:, None]) * L
+        square = tl.zeros([TILE, BLOCK], tl.float32)
+        plain = tl.zeros([TILE, BLOCK], tl.float32)
+        product = tl.zeros([TILE, BLOCK], tl.float32)
         for start in range(0, L, BLOCK):
             j = start + tl.arange(0, BLOCK)
-            v = tl.load(base + j, mask=j < L, other=0.0).to(tl.float32)
+            inside = (f < FILTERS)[:, None] & (j < L)[None, :]
+            v = tl.load(base + j[None, :], mask=inside, other=0.0).to(tl.float32)
             square += v * v
             plain += v
-            product += v * tl.load(w + filter * L + j, mask=j < L, other=0.0)
-        at = owner * FILTERS + filter
-        tl.store(energy + at, tl.sum(square, 0))
-        tl.store(total + at, tl.sum(plain, 0))
-        tl.store(along + at, tl.sum(product, 0))
+            product += v * tl.load(w + f[:, None] * L + j[None, :], mask=inside, other=0.0)
+        at = owner * FILTERS + f
+        tl.store(energy + at, tl.sum(square, 1), mask=f < FILTERS)
+        tl.store(total + at, tl.sum(plain, 1), mask=f < FILTERS)
+        tl.store(along + at, tl.sum(product, 1), mask=f < FILTERS)
 
 
 def moments(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference`, for contiguous g and w."""
     owners, filters, length = g.shape
     energy, total, along = (torch.empty(owners, filters, device=g.device) for _ in range(3))
-    block = min(1024, max(16, power_of_two(length)))
-    _moments[(filters, owners)](g, w.float().contiguous(), energy, total, along, length, filters, block, num_warps=4)
+    block, tile = min(512, max(16, power_of_two(length))), 8
+    _moments[(-(-filters // tile), owners)](
+        g, w.float().contiguous(), energy, total, along, length, filters, tile, block, num_warps=8
+    )
     return energy, total, along

@@ -94,16 +94,14 @@ class Conv(Piece):
         a, d = self.windows_last()
         return (d.mT @ a).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
 
-    def by_kernel(self, filters: Tensor | None = None) -> tuple[Tensor, Tensor, conv_gradient.Moments | None]:
-        """`by_tap`, squared norms, and moments with the filters (shaped like the kernel) if they are given."""
-        if filters is not None:
-            filters = filters.movedim(1, -1).flatten(1, -2).float().contiguous()
-        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane(), filters)
+    def by_kernel(self, norms_too: bool = False) -> tuple[Tensor, Tensor | None]:
+        """`by_tap`, and squared norms if asked for."""
+        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane(), norms_too)
 
     def formed(self) -> Piece:
         if not self.has_kernel():
             return super().formed()
-        g, norms, _ = self.by_kernel()
+        g, norms = self.by_kernel(norms_too=True)
         return Dense(g.unflatten(2, self.geometry.kernel).movedim(-1, 2), norms)
 
     def _plane(self) -> tuple[Any, Any, Any, Any]:

@@ -97,11 +97,8 @@ class Standardised(Piece):
     def formed(self) -> Piece:
         """Keeps g_w: g_v costs more passes over memory and is not needed."""
         if isinstance(self.inner, Conv) and self.inner.has_kernel():
-            g, norms, found = self.inner.by_kernel(self.projection.filters)
-            assert found is not None
-            energy, total, along = found
-            known = self.projection.norms_squared(energy, total / math.sqrt(self.projection.size), along)
-            kept = Dense(g.unflatten(2, self.inner.geometry.kernel).movedim(-1, 2), norms)
+            kept = Dense(self.inner.by_kernel()[0].unflatten(2, self.inner.geometry.kernel).movedim(-1, 2))
+            known = Standardised(kept, self.projection)._formed(kept.g)
             return Standardised(kept, self.projection, known=known)
         return Standardised(self.inner.formed(), self.projection)
 

@@ -31,7 +31,7 @@ from erlangen.gradients.joined import (
 )
 from erlangen.gradients.joined import apply as joined
 from erlangen.gradients.kernels import usable
-from erlangen.gradients.kernels.conv2d import conv2d, few_channels, windowed
+from erlangen.gradients.kernels.conv2d import compute_dtype, conv2d, few_channels, windowed
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.pieces import Dense, Piece, Weight, row_sum, squared_norms
 from erlangen.gradients.registry import rule
@@ -131,15 +131,13 @@ class Ordered(Piece):
 def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Tensor:
     x, geometry = conv_geometry(module, x)
     weight, bias = module.weight, module.bias
-    with torch.no_grad():
-        kernel, shift = module.kernel(), module.dense_bias()
+    kernel, shift, fused = _expanded(module, x)
     plane = geometry.stride, geometry.padding, geometry.dilation
     by_windows = few_channels(x, kernel.shape, geometry.kernel, geometry.groups)
     if by_windows:
         out, kept = windowed(x, kernel, shift, *plane)
     else:
         out, kept = conv2d(x, kernel, shift, *plane, geometry.groups), x
-    fused = _fused(module, out) if geometry.groups == 1 else None
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight.requires_grad:
@@ -157,20 +155,42 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
     return tape.tap(out, (kept,), (weight, bias), pieces)
 
 
-def _fused(module: SteerableConv2d, out: Tensor) -> Callable[[Tensor], Piece] | None:
+Form = Callable[[Tensor], Piece]
+
+
+@torch.no_grad()
+def _expanded(module: SteerableConv2d, x: Tensor) -> tuple[Tensor, Tensor | None, Form | None]:
+    """The dense kernel, the dense bias, and the fused way to coefficient gradients where there is one.
+
+    On a GPU they are kept until the parameters change: the physical parts of a logical batch share them.
+    """
+    if not usable(x):
+        return module.kernel(), module.dense_bias(), None
+    dtype = compute_dtype(x)
+    state = tuple((p.data_ptr(), p._version) for p in (module.weight, module.bias) if p is not None)
+    known = module.__dict__.get("expanded")
+    if known is not None and known[0] == (state, dtype):
+        return known[1]
+    kernel, shift = module.kernel(), module.dense_bias()
+    form = _fused(module) if module.groups == 1 and module.weight.dtype == torch.float32 else None
+    result = kernel.to(dtype, memory_format=torch.channels_last), shift, form
+    module.__dict__["expanded"] = ((state, dtype), result)
+    return result
+
+
+def _fused(module: SteerableConv2d) -> Form | None:
     """Kernel gradients [n, C_out, taps, C_in] → coefficient gradients in one pass, where kernels are orbit sums."""
-    if not usable(out) or module.weight.dtype != torch.float32:
-        return None
+    device = module.weight.device
     if "tied" not in module.__dict__:
         module.__dict__["tied"] = tied_copies(module.expansion)
     tables = module.__dict__["tied"]
     if tables is None:
         return None
-    if tables.source.device != out.device:
-        tables = module.__dict__["tied"] = tables.to(out.device)
+    if tables.source.device != device:
+        tables = module.__dict__["tied"] = tables.to(device)
     length = tables.order.numel()
     standard = jacobian(module.expansion, module.weight, module.eps, tables.order) if module.standardise else None
-    order = (torch.arange(tables.fields, device=out.device)[:, None] * length + tables.order).flatten()
+    order = (torch.arange(tables.fields, device=device)[:, None] * length + tables.order).flatten()
 
     def form(kernels: Tensor) -> Piece:
         g, norms = coefficient_gradients(kernels, tables, standard)
