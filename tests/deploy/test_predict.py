@@ -90,6 +90,9 @@ def test_bad_inputs_are_named(trained, digits, tmp_path):
     assert (len(found.rows), len(found.skipped)) == (1, 5)
     assert "save uint8" in dict(found.skipped)[str(tmp_path / "float.npy")]
     assert len(predict(model, card, [tmp_path / "large.png"], resize=True).rows) == 1
+    if not torch.cuda.is_available():
+        with pytest.raises(DataError, match="device is 'cuda'"):
+            predict(model, card, [good], device="cuda")
     with pytest.raises(DataError, match="no image to predict"):
         predict(model, card, ["none.png"], skip_bad=True)
 

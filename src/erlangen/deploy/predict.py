@@ -67,6 +67,8 @@ def predict(
 
     A file that cannot be read is an error that names it, or listed in ``skipped``.
     """
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise DataError(f"device is {device!r}, which this machine does not have; use cpu")
     reader = _Reader(card, resize, key)
     model = model.to(device).eval()
     pixel = _pixel_size(card.preprocessing)
