@@ -48,14 +48,15 @@ def private_step(layer: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def ratio(circulant: Callable[[], None], dense: Callable[[], None], repeats: int) -> float:
-    """Alternating measurements, so that a busy machine slows both alike."""
+    """Alternating measurements, so that a busy machine slows both alike; on one thread, of processor time."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: tuple[list[float], list[float]] = ([], [])
     for k in range(repeats + 1):
         for step, out in zip((circulant, dense), times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             step()
             if k:
-                out.append(time.perf_counter() - start)
+                out.append(clock() - start)
     return statistics.median(times[0]) / statistics.median(times[1])
 
 

@@ -192,3 +192,18 @@ def test_options_are_checked():
     ):
         with pytest.raises(ValueError, match=words):
             session(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [({"as_published": "complex"}, 0.0), ({"as_published": "real"}, math.inf), ({"as_published": "per-sample"}, 0.0)],
+)
+def test_certificates_of_published_mechanisms_verify_at_their_true_noise(tmp_path, options, least):
+    from erlangen.accounting import verify
+
+    config = TrainConfig(
+        **{**SMALL, "epsilon": None, "noise_multiplier": 2.0, "mechanism": "gredp", "mechanism_options": options, "steps": 2}
+    )
+    result = train(config, tmp_path / "run")
+    assert not verify(tmp_path / "run" / "certificate.json")
+    assert result.session.epsilon() >= least
