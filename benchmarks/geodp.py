@@ -134,7 +134,13 @@ def main() -> None:
         print(f"d = {d:,}, batch {arguments.batch}, {arguments.image}×{arguments.image}; ISO step {times['iso']:.3f} s")
         for name, r in ratios.items():
             print(f"{name:20} {r:5.2f} × ISO")
-        result = {"d": d, "batch": arguments.batch, "image": arguments.image, "iso_seconds": times["iso"], "ratio_to_iso": ratios}
+        result = {
+            "d": d,
+            "batch": arguments.batch,
+            "image": arguments.image,
+            "iso_seconds": times["iso"],
+            "ratio_to_iso": ratios,
+        }
     if arguments.json:
         arguments.json.write_text(json.dumps({**facts, **result}, indent=2) + "\n")
 

@@ -202,7 +202,14 @@ def test_certificates_of_published_mechanisms_verify_at_their_true_noise(tmp_pat
     from erlangen.accounting import verify
 
     config = TrainConfig(
-        **{**SMALL, "epsilon": None, "noise_multiplier": 2.0, "mechanism": "gredp", "mechanism_options": options, "steps": 2}
+        **{
+            **SMALL,
+            "epsilon": None,
+            "noise_multiplier": 2.0,
+            "mechanism": "gredp",
+            "mechanism_options": options,
+            "steps": 2,
+        }
     )
     result = train(config, tmp_path / "run")
     assert not verify(tmp_path / "run" / "certificate.json")

@@ -138,7 +138,9 @@ def build(name: str) -> tuple[nn.Module, int]:
         ),
     }[name]()  # fmt: skip
     return (
-        made if isinstance(made, nn.Sequential) and name in ("plain", "grouped", "circulant") else nn.Sequential(made, _Head())
+        made
+        if isinstance(made, nn.Sequential) and name in ("plain", "grouped", "circulant")
+        else nn.Sequential(made, _Head())
     ), 2
 
 
@@ -408,7 +410,9 @@ def test_the_noise_of_a_family_is_that_of_its_mechanism(change, factor):
     moves = []
     for _ in range(1500):
         if change["mechanism"] == "geodp":  # the query before post-processing
-            moves.append(ensemble.family.noise(ensemble.total, ensemble.generator)[0] * ensemble.family.direction_std[0])
+            moves.append(
+                ensemble.family.noise(ensemble.total, ensemble.generator)[0] * ensemble.family.direction_std[0]
+            )
         else:
             moves.append(ensemble.family.release(torch.zeros_like(ensemble.total), 1.0, ensemble.generator)[0])
     found = ensemble.stack.split(torch.stack(moves))[name][:, :9].double().T.cov()

@@ -75,7 +75,9 @@ class Ensemble:
         self.config = _common(self.configs)
         self.run_ids = list(run_ids) if run_ids is not None else [f"member-{k}" for k in range(len(configs))]
         self.device = torch.device(pick_device(self.config.device))
-        self.sampler = PoissonSampler(len(self.dataset), self.config.batch)  # says what a draw costs; see `PoissonProcess`
+        self.sampler = PoissonSampler(
+            len(self.dataset), self.config.batch
+        )  # says what a draw costs; see `PoissonProcess`
         self._load_data()
         models = [self._model(c, r) for c, r in zip(self.configs, self.run_ids, strict=True)]
         self.rows = physical_size(len(self.dataset), self.config.batch, len(configs)) if rows is None else rows
@@ -336,5 +338,7 @@ def _common(configs: Sequence[TrainConfig]) -> TrainConfig:
         ("sampling", "poisson"), ("selective", False), ("denoise", "none"),
     ):  # fmt: skip
         if getattr(config, name) != only:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; an ensemble has {only!r} only, train it with Session")
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}; an ensemble has {only!r} only, train it with Session"
+            )
     return config

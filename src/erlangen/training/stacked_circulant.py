@@ -60,8 +60,9 @@ class CirculantKernel:
 
     def __init__(self, module: CirculantConv2d) -> None:
         self.module = module
-        self.size, self.stride = module.kernel_size, module.stride[0]
-        self.padding, self.dilation = int(module.padding[0]), module.dilation[0]
+        height, width = module.kernel_size
+        self.size: tuple[int, int] = (int(height), int(width))
+        self.stride, self.padding, self.dilation = (int(n[0]) for n in (module.stride, module.padding, module.dilation))
 
     def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor:
         m = self.module
