@@ -9,6 +9,7 @@ Each returns `Finding`s: claim, lower bounds, the ceiling that the number of tri
 
 from __future__ import annotations
 
+from erlangen.audit.companions import audit_companion
 from erlangen.audit.foreign import imported_subject, opacus_subject
 from erlangen.audit.intervals import Counts, epsilon_lower, gdp_lower, holm
 from erlangen.audit.membership import audit_training_function
@@ -17,6 +18,7 @@ from erlangen.audit.named import audit_named
 from erlangen.audit.one_run import Guesses, guess
 from erlangen.audit.runs import audit_folder, stored
 from erlangen.audit.static import static_audit
+from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.verdict import CONSISTENT, INCONCLUSIVE, VIOLATED, Claim, Finding, corrected
 
 __all__ = [
@@ -28,10 +30,13 @@ __all__ = [
     "Finding",
     "Guesses",
     "Releases",
+    "Step",
     "Subject",
+    "audit_companion",
     "audit_folder",
     "audit_named",
     "audit_releases",
+    "audit_step",
     "audit_training_function",
     "corrected",
     "epsilon_lower",
