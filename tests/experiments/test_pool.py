@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -32,6 +36,21 @@ def test_processes_are_others_and_errors_come_back():
     assert os.getpid() not in {pid for _, pid in results.values()}
     with pytest.raises(ValueError, match="is bad"):
         list(Pool(workers=2).run(fail, [1, 2]))
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_the_jobs():
+    code = "from erlangen.experiments.pool import Pool; import time; list(Pool(workers=2).run(time.sleep, [600, 601]))"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL) as driver:
+        time.sleep(20)
+        started = time.time()
+        os.kill(driver.pid, signal.SIGINT)
+        try:
+            driver.wait(30)
+        finally:
+            if driver.returncode is None:
+                os.killpg(driver.pid, signal.SIGKILL)
+    assert time.time() - started < 30
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")

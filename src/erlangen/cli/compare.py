@@ -66,8 +66,12 @@ def compare(
         jobs or default_workers(threads), threads, "auto" if cluster else None, 1.0 if base.device == "cuda" else 0.0
     )
     folder = out or Path("runs") / f"compare-{Path(data).stem}"
-    with _progress(as_json) as watch:
-        result = run(spec, folder, pool, watch)
+    try:
+        with _progress(as_json) as watch:
+            result = run(spec, folder, pool, watch)
+    except KeyboardInterrupt:
+        typer.echo(f"What is finished is kept in {folder}; the same command goes on from there.", err=True)
+        raise
     left = leave(result, folder)
     if as_json:
         typer.echo(json.dumps({**result, "out": str(folder), "files": left}))

@@ -34,13 +34,16 @@ class Pool:
 
     def _in_processes(self, work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
         context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+        others = set(multiprocessing.active_children())
         with ProcessPoolExecutor(min(self.workers, len(jobs)), context, _start, (self.threads,)) as pool:
             futures = {pool.submit(work, job): job for job in jobs}
             try:
                 for future in as_completed(futures):
                     yield futures[future], future.result()
-            except BaseException:
+            except BaseException:  # Ctrl-C, or a job that failed: what still runs would be waited for
                 pool.shutdown(wait=False, cancel_futures=True)
+                for child in set(multiprocessing.active_children()) - others:
+                    child.kill()  # results are written whole or not at all
                 raise
 
     def _on_ray(self, work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
