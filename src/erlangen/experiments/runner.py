@@ -12,11 +12,13 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from erlangen.data import Dataset
 from erlangen.experiments.measurements import Measurement, run_measurement
 from erlangen.experiments.presets import Cell, Preset
 from erlangen.experiments.together import Job, train_together
 from erlangen.training.metrics import near_zero
 from erlangen.training.run import train
+from erlangen.training.session import load_data
 
 Watch = Callable[[str, int, dict[str, Any]], None]
 
@@ -36,8 +38,9 @@ def run_preset(
     if preset.together:
         train_together([job for job in jobs.values() if job.summary() is None])
     summaries: dict[tuple[str, int], dict[str, Any]] = {}
+    shelf: dict[str, Dataset] = {}
     for (name, seed), job in jobs.items():
-        summaries[name, seed] = job.summary() or _train(job)
+        summaries[name, seed] = job.summary() or _train(job, shelf)
         if watch is not None:
             watch(name, seed, summaries[name, seed])
     rows = []
@@ -56,8 +59,14 @@ def _folder(name: str, seed: int) -> str:
     return f"{name.lower().replace(' ', '-').replace('/', '-')}-seed{seed}"
 
 
-def _train(job: Job) -> dict[str, Any]:
-    return train(job.config, job.folder, overwrite=job.folder.exists()).summary
+def _train(job: Job, shelf: dict[str, Dataset]) -> dict[str, Any]:
+    """Cells of one data set follow each other; the ``shelf`` holds it, so that it is read once."""
+    config = job.config
+    wanted = json.dumps([config.data, config.unit, config.data_options], sort_keys=True)
+    if wanted not in shelf:
+        shelf.clear()
+        shelf[wanted] = load_data(config)
+    return train(config, job.folder, overwrite=job.folder.exists(), dataset=shelf[wanted]).summary
 
 
 def _value(cell: Cell, job: Job, summary: dict[str, Any]) -> float:
