@@ -33,8 +33,18 @@ def test_every_mechanism_has_the_same_places_and_two_numbers_to_choose():
     assert a.lr < b.lr
     c = tuning.setting(BASE, (0.1, 0.9))
     assert math.isclose(a.lr * a.max_grad_norm, c.lr * c.max_grad_norm, rel_tol=0.02)  # the rate is in units of C
-    clipless = tuning.setting(dataclasses.replace(BASE, mechanism="clipless"), (0.2, 0.8))
-    assert clipless.mechanism_options["loss"]["temperature"] > 1
+    usual = dataclasses.replace(BASE, mechanism="clipless").settled(1000)  # its loss has been chosen
+    low, high = (tuning.setting(usual, (0.2, v)).mechanism_options["loss"] for v in (0.2, 0.8))
+    assert low["name"] == high["name"] == usual.mechanism_options["loss"]["name"]
+    assert low != high
+    given = dataclasses.replace(usual, mechanism_options={"loss": {"name": "cross-entropy", "temperature": 8.0}})
+    assert tuning.setting(given, (0.2, 1.0)).mechanism_options["loss"]["temperature"] == 32.0
+    assert (
+        tuning.setting(dataclasses.replace(given, mechanism_options={"loss": 1.5}), (0.2, 1.0)).mechanism_options[
+            "loss"
+        ]
+        == 1.5
+    )
 
 
 def test_a_record_more_moves_no_other_across_the_split():

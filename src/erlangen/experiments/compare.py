@@ -151,7 +151,6 @@ def plan(spec: Comparison, data: Dataset) -> list[Cell]:
             )
             if config.model != spec.base.model:
                 config = dataclasses.replace(config, model_options={})
-            config = tuning.setting(config, (0.5, 0.5)) if mechanism == "clipless" and not config.lr else config
             if spec.accounted:
                 config = dataclasses.replace(config, epsilon=None, noise_multiplier=1.0)
             session = Session(config, data)

@@ -102,8 +102,9 @@ def _setting(chosen: dict[str, Any] | None) -> str:
     if chosen is None:
         return "of each search"
     loss = chosen["mechanism_options"].get("loss")
-    if isinstance(loss, dict) and "temperature" in loss:
-        return f"lr {chosen['lr']:.3g}, τ {loss['temperature']:.3g}"
+    if isinstance(loss, dict) and len(loss) > 1:
+        numbers = [f"{key} {value:.3g}" for key, value in loss.items() if isinstance(value, float)]
+        return f"lr {chosen['lr']:.3g}, {' '.join([loss['name'], *numbers])}"
     return f"lr {chosen['lr']:.3g}, C {chosen['max_grad_norm']:.3g}"
 
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 SCORE_NOISE = 10.0
 #: factors on the default learning rate and on the clipping bound that are tried
 RATES, BOUNDS = (0.1, 5.0), (0.1, 3.0)
-#: Clipless has no bound to choose: its learning rate, and the temperature of its loss
-CLIPLESS_RATES, TEMPERATURES = (0.003, 1.0), (1.0, 32.0)
+#: Clipless has no bound to choose: a factor on the one number of its loss instead
+LOSS_FACTORS = (0.25, 4.0)
+LOSS_NUMBERS = {"cross-entropy": "temperature", "hinge": "margin", "hinge-kr": "margin", "cosine": "k"}
 
 
 def places(count: int, seed: int | None = None) -> list[tuple[float, float]]:
@@ -48,14 +49,24 @@ def setting(config: TrainConfig, place: tuple[float, float]) -> TrainConfig:
     """The configuration at a place of the square. Two numbers for every mechanism, so that none has more to choose from."""
     u, v = place
     if config.mechanism == "clipless":
-        loss = {"name": "cross-entropy", "temperature": _between(TEMPERATURES, v)}
-        given = config.mechanism_options.get("loss", loss)
-        return dataclasses.replace(
-            config, lr=_between(CLIPLESS_RATES, u), mechanism_options={**config.mechanism_options, "loss": given}
-        )
-    bound = config.max_grad_norm * _between(BOUNDS, v)
-    open_rate = dataclasses.replace(config, max_grad_norm=bound, lr=0.0, batch=1, steps=1).settled(1).lr
-    return dataclasses.replace(config, max_grad_norm=bound, lr=open_rate * _between(RATES, u))
+        usual = dataclasses.replace(config, lr=0.0, batch=1, steps=1).settled(1)
+        options = {
+            **usual.mechanism_options,
+            "loss": _scaled(usual.mechanism_options["loss"], _between(LOSS_FACTORS, v)),
+        }
+        return dataclasses.replace(config, lr=_digits(usual.lr * _between(RATES, u)), mechanism_options=options)
+    bound = _digits(config.max_grad_norm * _between(BOUNDS, v))
+    usual = dataclasses.replace(config, max_grad_norm=bound, lr=0.0, batch=1, steps=1).settled(1)
+    return dataclasses.replace(config, max_grad_norm=bound, lr=_digits(usual.lr * _between(RATES, u)))
+
+
+def _scaled(loss: Any, factor: float) -> Any:
+    """The loss with its number (temperature, margin, radius) multiplied; a loss without one, or a bare constant, stays."""
+    options = dict(loss) if isinstance(loss, dict) else {"name": loss}
+    number = LOSS_NUMBERS.get(options.get("name"))  # type: ignore[arg-type]
+    if number is None:
+        return loss
+    return {**options, number: _digits(float(options.get(number, 1.0)) * factor)}
 
 
 def split(data: Dataset, share: float, seed: int = 0) -> Dataset:
@@ -157,8 +168,13 @@ def _units(data: Dataset) -> int:
 
 
 def _between(ends: tuple[float, float], share: float) -> float:
-    """Log-uniform, to three digits."""
-    return float(f"{ends[0] * (ends[1] / ends[0]) ** share:.3g}")
+    """Log-uniform."""
+    return ends[0] * (ends[1] / ends[0]) ** share
+
+
+def _digits(value: float) -> float:
+    """To three digits: a setting is written down and read again."""
+    return float(f"{value:.3g}")
 
 
 def _halton(index: int, base: int) -> float:
