@@ -180,19 +180,19 @@ class StackedDirection(StackedRelease):
         u = total.addcmul_(self.noise(total, generator), self.direction_std)
         magnitude, reference = self.state["magnitude"], self.state["reference"]
         m = (magnitude + self.noise(magnitude, generator) * self.magnitude_std).clamp_(min=0.0)
-        u = torch.lerp(u, self._shrunk(u, reference), self.shrinks)
+        u = torch.where(self.shrinks > 0, self._shrunk(u, reference), u)
         length = torch.linalg.vector_norm(u, dim=1, keepdim=True)
         inverse = torch.where(length > 0, 1.0 / length, 0.0)
         reference.copy_(u * inverse)
         magnitude.zero_()
-        factor = m * inverse * torch.lerp(torch.ones_like(length), length / batch, self.scaled)
+        factor = m * inverse * torch.where(self.scaled > 0, length / batch, 1.0)
         return u * (factor / batch)
 
     def _shrunk(self, u: Tensor, reference: Tensor) -> Tensor:
         """James–Stein towards the last direction; u itself where there is none yet."""
         along = (u * reference).sum(1, keepdim=True)
         orthogonal = (u.square().sum(1, keepdim=True) - along.square()).clamp(min=0.0)
-        keep = (1.0 - (u.shape[1] - 1) * self.direction_std.square() / orthogonal).clamp(min=0.0)
+        keep = (1.0 - (u.shape[1] - 1) * self.direction_std.square() / orthogonal).nan_to_num(0.0).clamp(min=0.0)
         known = reference.any(1, keepdim=True)
         return torch.where(known, keep * u + (1.0 - keep) * along * reference, u)
 
