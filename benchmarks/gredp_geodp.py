@@ -170,14 +170,28 @@ class Bench:
                 configs = [self.shortened(t.config(self.device)) for t in part]
                 rows = None if self.options.steps else TASKS[task].rows
                 ids = ["-".join(map(str, t.key)) for t in part]
-                ensemble = Ensemble(configs, data, run_ids=ids, rows=rows, graph=not self.options.no_graph)
-                ensemble.run()
+                ensemble = self.trained(configs, data, ids, rows)
                 scores = ensemble.evaluate()
                 seconds = time.perf_counter() - started
                 for trial, score in zip(part, scores, strict=True):
                     self.result[phase].append({"key": trial.key, **score})
                 self.save()
                 print(f"{phase} {task} {family}: {len(part)} runs in {seconds:.1f} s", flush=True)
+
+    def trained(self, configs: list[TrainConfig], data: Dataset, ids: list[str], rows: int | None) -> Ensemble:
+        """By replayed CUDA graphs; once a capture has failed, by single launches."""
+        graph = not self.options.no_graph
+        ensemble = Ensemble(configs, data, run_ids=ids, rows=rows, graph=graph)
+        try:
+            ensemble.run()
+        except RuntimeError as error:
+            if not (graph and ensemble.use_graph):
+                raise
+            print(f"CUDA graphs do not work here ({str(error)[:200]}); launching one by one", flush=True)
+            self.options.no_graph = True
+            ensemble = Ensemble(configs, data, run_ids=ids, rows=rows, graph=False)
+            ensemble.run()
+        return ensemble
 
     def shortened(self, config: TrainConfig) -> TrainConfig:
         o = self.options
