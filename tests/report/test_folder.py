@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from erlangen.report import ReportError, build, collect, read
+from erlangen.report import ReportError, build, collect, read, render
 from erlangen.report.privacy import statement
 
 
@@ -81,5 +81,10 @@ def test_a_network_that_does_not_fit_leaves_a_word(copy):
 
 def test_a_comparison_stands_for_its_runs(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "runs" / "a")
-    (tmp_path / "comparison.json").write_text(json.dumps({"runs": ["runs/a", "runs/unfinished"]}))
-    assert [run.name for run in collect([tmp_path])] == ["a"]
+    (tmp_path / "comparison.json").write_text(
+        json.dumps({"runs": ["runs/a", "runs/unfinished"], "covers": "not <all>"})
+    )
+    runs = collect([tmp_path])
+    assert [run.name for run in runs] == ["a"]
+    assert build(runs).warnings == ("not <all>",)
+    assert "not &lt;all&gt;" in render(build(runs))

@@ -5,6 +5,7 @@ Names, classes and options come from users and are only ever text here. The cert
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable
@@ -39,6 +40,8 @@ class Run:
     history: tuple[dict[str, Any], ...]
     audit: dict[str, Any] | None
     public: PublicPredictions | None
+    #: what the comparison that the run belongs to says about its ε
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -125,8 +128,9 @@ def collect(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         index = folder / "comparison.json"
         if index.is_file():
-            cells = _json(index).get("runs", [])
-            runs += [read(folder / str(cell)) for cell in cells if (folder / str(cell) / "summary.json").is_file()]
+            result = _json(index)
+            finished = [c for c in map(str, result.get("runs", [])) if (folder / c / "summary.json").is_file()]
+            runs += [dataclasses.replace(read(folder / c), note=str(result.get("covers", ""))) for c in finished]
         else:
             runs.append(read(folder))
     if not runs:

@@ -87,7 +87,9 @@ def build(runs: Sequence[Run], details: int = DETAILS) -> Report:
         part = Part("compare", "Comparison", (("pareto", together),) if together else (), words)
     chosen = [runs[k] for k in in_detail(runs, details)]
     pages = tuple(_run_page(run, f"run{k + 1}", several) for k, run in enumerate(chosen))
-    return Report(tuple(runs), part, tuple(overview.comparability(list(runs))) if several else (), pages)
+    notes = list(dict.fromkeys(run.note for run in runs if run.note))
+    differences = overview.comparability(list(runs)) if several else []
+    return Report(tuple(runs), part, (*notes, *differences), pages)
 
 
 def in_detail(runs: Sequence[Run], count: int) -> list[int]:
