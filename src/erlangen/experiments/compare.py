@@ -32,12 +32,12 @@ Watch = Callable[[str, int, int], None]
 NOT_TUNED = "No setting was tuned: every mechanism ran with the given options."
 NOT_ACCOUNTED = (
     "Each mechanism's two settings were chosen at each ε by {trials} trials on held-out training records. The ε of this table "
-    "covers the final runs only, NOT this choice: to release a model tuned on the same private data use --accounted, or tune on "
-    "public data."
+    "covers the final runs only, NOT this choice: before a model tuned on the same private data is released the search must be "
+    "paid for (--accounted shows what that costs), or be done on public data."
 )
 ACCOUNTED = (
     "The ε of this table covers the whole search (repeat and select, RDP): a geometric number of trials of mean {trials}, each "
-    "with a noisy score; the chosen trial's own model counts."
+    "with a noisy score; the chosen trial's own model counts. Seeded, like every comparison: an experiment, not for release."
 )
 
 
