@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from datetime import date
 
 SHAPE = (3, 32, 32)
+NAMES = {"eq-resnet9-d4": "eq-resnet9-tuned"}
 
 
 def build(name: str, device: str, channels_last: bool):
@@ -26,7 +27,7 @@ def build(name: str, device: str, channels_last: bool):
     from erlangen.models import make_model
 
     torch.manual_seed(0)
-    module = make_model(name, SHAPE, 10).to(device)
+    module = make_model(NAMES.get(name, name), SHAPE, 10).to(device)
     return module.to(memory_format=torch.channels_last) if channels_last else module
 
 
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--model", default="resnet9")
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--views", type=int, default=1)
-    parser.add_argument("--physical", type=int, default=512, help="owners in memory at once")
+    parser.add_argument("--physical", type=int, default=1024, help="owners in memory at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--compile", action="store_true")

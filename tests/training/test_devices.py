@@ -1,7 +1,7 @@
 """A run goes on where it stopped, on another device and with another physical batch, and counts every release once.
 
-Without a GPU the same journey is made between sizes of physical batches on the CPU: `python -m pytest tests/training/test_devices.py`
-on a machine with CUDA makes both.
+Without a GPU the same journey is made between sizes of physical batches on the CPU; on a machine with CUDA
+`python -m pytest tests/training/test_devices.py` makes both.
 """
 
 from __future__ import annotations

@@ -145,6 +145,7 @@ def conv_gradient(
     norms = torch.empty(owners, grid[0] if norms_too else 0, device=x.device, dtype=torch.float32)
     _gradient[grid](
         x, d, out, norms, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
-        *dilation, views, tile_o, block_o, tile_c, block_c, min(block, max(16, power_of_two(tokens))), by_row, norms_too, num_warps=warps, num_stages=stages,
+        *dilation, views, tile_o, block_o, tile_c, block_c, min(block, max(16, power_of_two(tokens))), by_row,
+        norms_too, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, norms.sum(1) if norms_too else None
