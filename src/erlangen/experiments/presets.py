@@ -86,13 +86,15 @@ class Preset:
     note: str = ""
     #: train all seeds and cells of this small network at once, as an ensemble
     together: bool = False
+    #: how much of the public test set is looked at; all of it unless the run is a quick one
+    test_records: int | None = None
 
     def quick(self) -> Preset:
         """A few small steps of one seed of some cells: shows that everything runs. It is no result, and says so."""
         kept = self.cells[:: max(1, len(self.cells) // QUICK_CELLS)]
         cells = tuple(dataclasses.replace(cell, config=_quick(cell.config), seed_factor=1) for cell in kept)
         note = f"QUICK: {len(kept)} of {len(self.cells)} cells, five steps of small batches, one seed; no result"
-        return dataclasses.replace(self, cells=cells, seeds=1, note=note)
+        return dataclasses.replace(self, cells=cells, seeds=1, note=note, test_records=500)
 
     def privacy(self) -> list[dict[str, Any]]:
         """The true (ε, δ) of every cell, without training."""

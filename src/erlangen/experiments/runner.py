@@ -40,7 +40,7 @@ def run_preset(
     summaries: dict[tuple[str, int], dict[str, Any]] = {}
     shelf: dict[str, Dataset] = {}
     for (name, seed), job in jobs.items():
-        summaries[name, seed] = job.summary() or _train(job, shelf)
+        summaries[name, seed] = job.summary() or _train(job, shelf, preset.test_records)
         if watch is not None:
             watch(name, seed, summaries[name, seed])
     rows = []
@@ -59,14 +59,20 @@ def _folder(name: str, seed: int) -> str:
     return f"{name.lower().replace(' ', '-').replace('/', '-')}-seed{seed}"
 
 
-def _train(job: Job, shelf: dict[str, Dataset]) -> dict[str, Any]:
+def _train(job: Job, shelf: dict[str, Dataset], test_records: int | None) -> dict[str, Any]:
     """Cells of one data set follow each other; the ``shelf`` holds it, so that it is read once."""
     config = job.config
     wanted = json.dumps([config.data, config.unit, config.data_options], sort_keys=True)
     if wanted not in shelf:
         shelf.clear()
-        shelf[wanted] = load_data(config)
+        shelf[wanted] = _shortened(load_data(config), test_records)
     return train(config, job.folder, overwrite=job.folder.exists(), dataset=shelf[wanted]).summary
+
+
+def _shortened(data: Dataset, test_records: int | None) -> Dataset:
+    if test_records is None or data.x_test is None or data.y_test is None:
+        return data
+    return dataclasses.replace(data, x_test=data.x_test[:test_records], y_test=data.y_test[:test_records])
 
 
 def _value(cell: Cell, job: Job, summary: dict[str, Any]) -> float:
