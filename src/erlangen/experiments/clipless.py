@@ -27,14 +27,14 @@ PAPER = "Clipless"
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 SPLITS = ("optimal", "local", "global")
 
-#: data → records, and the settings of clipless and of DP-SGD, each chosen on a split of the training set
+#: data → records, and the settings of clipless and of DP-SGD; not tuned yet: they are to be chosen on a split of the training set
 #: (``benchmarks/clipless_front.py --tune``)
 FRONTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "mnist": (60_000, {"model": "lipschitz-mlp", "model_options": {"hidden": [64]}, "lr": 0.1}, {"lr": 0.5}),
     "fashion_mnist": (60_000, {"model": "lipschitz-mlp", "model_options": {"hidden": [64]}, "lr": 0.1}, {"lr": 0.5}),
     "cifar10": (50_000, {"model": "lipschitz-mlp", "model_options": {"hidden": [64]}, "lr": 0.1}, {"lr": 0.5}),
 }
-#: best of the losses on held-out digits; only the ratio of margin and radius matters, and inputs have norm ≤ 1
+#: between the two best losses on held-out digits; only the ratio of margin and radius matters, and inputs have norm ≤ 1
 LOSS: dict[str, Any] = {"name": "hinge", "margin": 0.15}
 TEMPERATURE = 32.0
 BATCH, EPOCHS = 8192, 40
