@@ -126,3 +126,15 @@ def test_gredp_complex_reaches_its_bar_at_every_seed(seed):
     assert found.exact == pytest.approx(1.465, abs=1e-3)
     assert 1.19 < found.lower_bound["99.9%"] < found.exact
     assert 1.44 < found.gdp_lower_bound["99.9%"] < found.exact
+
+
+def test_a_score_of_few_values_is_cut_where_it_tells_most():
+    from erlangen.audit.distinguish import balanced
+
+    rng = np.random.default_rng(1)
+    w, o = (rng.random(4000) < 0.16).astype(float), (rng.random(4000) < 0.5).astype(float)
+    chosen = balanced(w, o)
+    assert (chosen.value, chosen.sign) == (0.5, -1.0)
+    counts = chosen.count(w, o)
+    assert counts.fp / 4000 == pytest.approx(0.5, abs=0.03)
+    assert counts.fn / 4000 == pytest.approx(0.16, abs=0.03)
