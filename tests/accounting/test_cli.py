@@ -85,7 +85,7 @@ def test_account_over_runs(call, run_folder):
 def test_inspect(call, run_folder):
     out = call("inspect", run_folder, "--json")
     assert (out["run"], out["steps"], out["settled"]) == ("run1", 1000, True)
-    assert "1000 ×" in call("inspect", run_folder)
+    assert "1000 × Gaussian noise" in call("inspect", run_folder)
     assert out["delta"] == 1e-5
     (run_folder / "config.json").write_text('{"delta": 1e-6}')  # the run's own, unless another is asked for
     assert call("inspect", run_folder, "--json")["delta"] == 1e-6
@@ -108,6 +108,7 @@ def test_calibrate(call):
 def test_verify(call, run_folder):
     path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
     assert call("verify", path, "--json") == {"file": str(path), "valid": True, "problems": [], "notes": []}
+    assert call("verify", run_folder, "--json")["file"] == str(path)
     path.write_text(path.read_text().replace('"pld": 1.8', '"pld": 1.7'))
     out = call("verify", path, "--json", code=1)
     assert not out["valid"]
@@ -200,7 +201,7 @@ def test_what_is_no_certificate_or_ledger_is_said_by_name(call, tmp_path, run_fo
         message = call(command, thing, *more, "--json", code=2)["error"]
         assert str(thing) in message
     if command in ("verify", "sign"):
-        assert "is a folder" in call(command, run_folder, *more, "--json", code=2)["error"]
+        assert "no certificate.json" in call(command, run_folder, *more, "--json", code=2)["error"]
     else:
         assert "not a ledger" in call(command, words, "--json", code=2)["error"]
 

@@ -90,6 +90,8 @@ def test_bad_inputs_are_named(trained, digits, tmp_path):
     assert (len(found.rows), len(found.skipped)) == (1, 5)
     assert "save uint8" in dict(found.skipped)[str(tmp_path / "float.npy")]
     assert len(predict(model, card, [tmp_path / "large.png"], resize=True).rows) == 1
+    (tmp_path / "notes.txt").write_text("no image")
+    assert str(tmp_path / "notes.txt") in predict(model, card, [tmp_path], resize=True, skip_bad=True).aside
     if not torch.cuda.is_available():
         with pytest.raises(DataError, match="device is 'cuda'"):
             predict(model, card, [good], device="cuda")

@@ -109,13 +109,14 @@ def calibrate(
 
 
 def verify(
-    file: Path = typer.Argument(..., help="certificate.json"),
+    file: Path = typer.Argument(..., help="certificate.json, or the folder of its run."),
     public_key: str | None = typer.Option(None, help="Require a signature by this Ed25519 key (hexadecimal)."),
     ledger: Path | None = typer.Option(None, help="Compare with this ledger (default: the one beside the file)."),
     single_copy: bool = SINGLE,
     as_json: bool = JSON,
 ) -> None:
     """Recompute a certificate from its events; exit 1 on any inconsistency."""
+    file = _certificate_file(file)
     _certificate(file)
     if ledger is not None:
         ledger = acc.ledger_path(ledger)
@@ -133,11 +134,18 @@ def verify(
         raise typer.Exit(1)
 
 
+def _certificate_file(path: Path) -> Path:
+    """The file itself, or the certificate in the folder of a run."""
+    if not path.is_dir():
+        return path
+    if not (path / "certificate.json").exists():
+        cure = f"go on with: erlangen train --resume {path}" if (path / "config.json").exists() else "name a finished run"
+        raise Misuse(f"{path} holds no certificate.json, which a run leaves at its end; {cure}")
+    return path / "certificate.json"
+
+
 def _certificate(file: Path) -> dict[str, Any]:
     """The certificate in a file that at least looks like one."""
-    if file.is_dir():
-        inside = file / "certificate.json"
-        raise Misuse(f"{file} is a folder; give the certificate" + (f": {inside}" if inside.exists() else ", a JSON file"))
     if not file.exists():
         raise Misuse(f"no file at {file}; give the certificate.json of a finished run")
     try:
@@ -192,12 +200,13 @@ def _delta_of(run: Path) -> float:
 
 
 def sign(
-    file: Path = typer.Argument(..., help="certificate.json"),
+    file: Path = typer.Argument(..., help="certificate.json, or the folder of its run."),
     key: Path = typer.Option(..., help="Ed25519 private key (PEM)."),
     new_key: bool = typer.Option(False, "--new-key", help="Make the key first; an existing file is never replaced."),
     as_json: bool = JSON,
 ) -> None:
     """Sign a certificate that verifies, so that later changes can be detected."""
+    file = _certificate_file(file)
     _certificate(file)
     if not new_key and not key.is_file():
         raise Misuse(f"no key at {key}; give the file of an Ed25519 private key, or make one with --new-key")
@@ -301,12 +310,24 @@ def _show_calibration(result: dict[str, Any]) -> None:
 def _show_ledger(result: dict[str, Any]) -> None:
     print(f"run {result['run']}, data {result['data'] or 'unknown'}, {result['steps']} releases")
     for release in result["releases"]:
-        print(f"  {release['count']} × {json.dumps(release['event'])}" + _reason(release))
+        print(f"  {release['count']} × {_in_words(release['event'])}" + _reason(release))
     if not result["settled"]:
         print("not settled: the run is still going on, or it crashed and its last reservation counts in full")
     for note in result["notes"]:
         print(f"note: {note}")
     _show_price(result)
+
+
+def _in_words(event: dict[str, Any]) -> str:
+    """The events of training as a sentence; any other as the JSON that it is."""
+    inner = event.get("event", event)
+    if event["type"] == "PoissonSampledDpEvent" and inner.get("type") == "GaussianDpEvent":
+        sampled = f", Poisson sampling with rate q = {event['sampling_probability']:.6g}"
+    elif event["type"] == "GaussianDpEvent":
+        sampled = ""
+    else:
+        return json.dumps(event)
+    return f"Gaussian noise with multiplier σ = {inner['noise_multiplier']:.6g}{sampled}"
 
 
 def _reason(release: dict[str, Any]) -> str:

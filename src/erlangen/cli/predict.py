@@ -28,6 +28,7 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Predict with a trained model. Predictions are post-processing: they cost no privacy, however many."""
+    from erlangen.data.images import named
     from erlangen.deploy.card import load_run
     from erlangen.deploy.predict import predict as answers
 
@@ -37,6 +38,8 @@ def predict(
     found = answers(model, card, inputs, resize=resize, skip_bad=skip_bad, key=key, device=device)
     for name, why in found.skipped:
         typer.echo(f"erlangen: note: left out {name}: {why}", err=True)
+    if found.aside:
+        typer.echo(f"erlangen: note: left aside, no images: {named(list(found.aside))}", err=True)
     if out is not None:
         _write(out, json.dumps(found.to_json(), indent=2) + "\n" if out.suffix == ".json" else _csv(found))
         done = {"out": str(out), "predictions": len(found.rows), "skipped": len(found.skipped)}

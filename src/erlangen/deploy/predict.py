@@ -36,11 +36,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """All answers, the names of the classes, and what could not be read."""
+    """All answers, the names of the classes, what could not be read, and files in folders that are no images."""
 
     labels: tuple[str, ...]
     rows: tuple[Prediction, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+    aside: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         rows = []
@@ -98,7 +99,7 @@ def predict(
         raise DataError(f"{len(reader.bad)} input(s) cannot be used; --skip-bad leaves them out:\n{shown}{more}")
     if not rows:
         raise DataError("there is no image to predict; give image files, folders, .npz or .npy files")
-    return Predictions(card.labels, tuple(rows), tuple(reader.bad))
+    return Predictions(card.labels, tuple(rows), tuple(reader.bad), tuple(reader.aside))
 
 
 @torch.no_grad()
@@ -128,11 +129,13 @@ class _Reader:
         prep = card.preprocessing
         self.prep = dataclasses.replace(prep, resize=True) if prep is not None and resize else prep
         self.bad: list[tuple[str, str]] = []
+        self.aside: list[str] = []
 
     def all(self, inputs: Sequence[str | Path]) -> Iterator[tuple[str, np.ndarray | str]]:
         for source in map(Path, inputs):
             if source.is_dir():
-                images, _ = files_under(source)
+                images, others = files_under(source)
+                self.aside += map(str, others)
                 if not images:
                     yield str(source), f"holds no images ({', '.join(SUFFIXES)})"
                 for path in images:

@@ -41,6 +41,8 @@ def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
     """What the owner of the data wants to know before training. Said, never stored: it speaks of private records."""
     for note in dataset.notes:
         say(note)
+    if dataset.unit is not None:
+        say(f"{len(np.unique(dataset.unit))} owners of the {len(dataset)} training records, each protected as one")
     if dataset.y_test is None:
         return
     unseen = sorted(set(np.unique(dataset.y_test).tolist()) - set(np.unique(dataset.y_train).tolist()))

@@ -28,7 +28,9 @@ from erlangen.training.config import ConfigError, TrainConfig
 def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.Module:
     """The trained model of a run folder, ready to predict."""
     if not (folder / "weights.safetensors").is_file():
-        raise ConfigError(f"{folder} holds no trained model: there is no weights.safetensors (did the run finish?)")
+        begun = (folder / "config.json").is_file()
+        cure = f"the run did not finish; go on with: erlangen train --resume {folder}" if begun else "name a run's folder"
+        raise ConfigError(f"{folder} holds no trained model (weights.safetensors): {cure}")
     config = TrainConfig.from_file(folder / "config.json")
     model = make_model(config.model, input_shape, classes, **config.model_options)
     try:
