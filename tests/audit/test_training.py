@@ -113,6 +113,17 @@ def test_advantage_is_the_area_under_the_curve():
     assert membership.advantage(a, b) == pytest.approx(want)
 
 
+def test_membership_reads_the_data_as_the_run_did(tmp_path):
+    from PIL import Image
+
+    for name in ("a/p1_0.png", "a/p2_0.png", "b/p1_1.png", "b/p3_0.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / name)
+    config = TrainConfig(data=str(tmp_path), unit="patient", data_options={"unit_pattern": "^(p[0-9]+)_"})
+    with pytest.raises(ValueError, match="unit of privacy is a group"):
+        membership.audit_session(config, "run")
+
+
 def test_run_command_stores_its_findings_with_the_run(tmp_path):
     folder = tmp_path / "run"
     train(TrainConfig(**{**CONFIG.__dict__, "steps": 6}), folder)

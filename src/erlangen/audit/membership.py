@@ -85,10 +85,9 @@ def audit_session(config: Any, name: str, *, canaries: int = 200, seed: int = 0,
                   confidence: float = CONFIDENCE) -> Finding:  # fmt: skip
     """The same over a configuration of ours: the run is replayed with canaries among its records."""
     from erlangen.accounting import gdp_mu
-    from erlangen.data import load
-    from erlangen.training.session import Session
+    from erlangen.training.session import Session, load_data
 
-    data = load(config.data, config.unit)
+    data = load_data(config)
     if data.unit is not None:
         raise ValueError("membership audits plant single records; this run's unit of privacy is a group of them")
     spent: dict[str, float] = {}

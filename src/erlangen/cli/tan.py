@@ -35,8 +35,12 @@ def tan(
         typer.echo(json.dumps(result.to_json()))
         return
     plan = result.plan
-    typer.echo(f"Predicted     {result.mean:.1%} ± {result.spread:.1%} ({len(result.accuracies)} small runs)")
+    typer.echo(f"Predicted     {result.mean:.1%} ± {result.spread:.1%} ({_runs(len(result.accuracies))})")
     typer.echo(f"Large run     batch {plan.target.batch:g}, {plan.target.steps} steps: ε = {plan.target_epsilon:.3g}")
     typer.echo(f"Small runs    batch {plan.small.batch:g}, σ = {plan.small.noise_multiplier:.3g}, {1 / k:.1%} of the work")
     for remark in plan.remarks:
         typer.echo(f"Note          {remark}")
+
+
+def _runs(count: int) -> str:
+    return "one small run: no spread is known" if count == 1 else f"{count} small runs"

@@ -251,7 +251,7 @@ def _all(jobs: Sequence[Work], pool: Pool, watch: Watch | None, what: str) -> di
     """Results of all jobs; those with a result are not run again."""
     results = {job.place: job.result for job in jobs}
     open_jobs = [job for job in jobs if results[job.place] is None]
-    if watch is not None:
+    if watch is not None and jobs:
         watch(what, len(jobs) - len(open_jobs), len(jobs))
     work = _remote if pool.cluster is not None else execute
     for job, result in pool.run(work, open_jobs):
