@@ -17,6 +17,7 @@ from erlangen.cli import (
     sensitivity,
     tan,
     train,
+    ui,
     validate,
 )
 from erlangen.cli.manners import Polite
@@ -57,6 +58,7 @@ predict.register(app)
 export.register(app)
 data.register(app)
 tan.register(app)
+ui.register(app)
 
 
 def main() -> None:
