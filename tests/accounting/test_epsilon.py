@@ -261,3 +261,11 @@ def test_import_is_cheap_and_free_of_torch():
     )
     seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))
     assert seconds < 0.1
+
+
+def test_gaussians_that_compose_to_no_privacy_cost_infinity():
+    """10⁷ full-batch releases of σ = 1 are one of σ = 0.0003, below what counts as noise: ε = ∞, not an error."""
+    assert acc.epsilon(steps(1.0, 1.0, 10_000_000), 1e-5) == math.inf
+    assert acc.delta(steps(1.0, 1.0, 10_000_000), 1.0) == 1.0
+    sigma = acc.noise_multiplier(3.0, 1e-5, 1.0, 10_000_000)
+    assert acc.epsilon(steps(1.0, sigma, 10_000_000), 1e-5) <= 3.0

@@ -47,7 +47,7 @@ def read_ledger(path: str | os.PathLike[str], single_copy: bool = False) -> Book
     With one copy missing, records may be missing too: that is an error unless `single_copy` accepts it.
     """
     found = _find(Path(path), single_copy)
-    if found.notes and _is_live(Path(path)):  # between its two writes, perhaps; damage stays
+    if found.notes and is_live(Path(path)):  # between its two writes, perhaps; damage stays
         time.sleep(0.05)
         found = _find(Path(path), single_copy)
     return _with_torn(found)[0]
@@ -371,7 +371,7 @@ def _acquire(path: Path) -> IO[str]:
     return lock
 
 
-def _is_live(path: Path) -> bool:
+def is_live(path: Path) -> bool:
     """Whether a process holds the ledger's lock at this moment."""
     if fcntl is None:
         return False

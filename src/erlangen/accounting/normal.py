@@ -50,9 +50,9 @@ def normalise(events: Events) -> Normal | None:
             n = _count(count, "count", least=0)
             if n:
                 _flatten(event, n, leaves)
+        return tuple(_merge_gaussians(leaves).items())
     except NonPrivateHistory:
         return None
-    return tuple(_merge_gaussians(leaves).items())
 
 
 def _flatten(event: DpEvent, count: int, leaves: dict[DpEvent, int]) -> None:
