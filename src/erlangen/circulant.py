@@ -115,6 +115,8 @@ class CirculantOuter(Piece):
         return self._rows(torch.einsum("ntpf,ntqf->npqf", self.d.conj(), self.x))
 
     def weighted_sum(self, w: Tensor) -> Tensor:
+        if self.measured_formed:
+            return self.sum_of_formed(w)
         d = (self.d.conj() * w.to(self.d.real.dtype)[:, None, None, None]).flatten(0, 1)
         product = torch.bmm(d.permute(2, 1, 0), self.x.flatten(0, 1).permute(2, 0, 1))  # [f, p, nT] @ [f, nT, q]
         return self._rows(product.permute(1, 2, 0))
@@ -288,7 +290,7 @@ class Pulled(Piece):
         return self.pull(self.piece.dense())
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        return self.pull(self.piece.weighted_sum(w))
+        return self.sum_of_formed(w) if self.measured_formed else self.pull(self.piece.weighted_sum(w))
 
     def chunks(self) -> list[Piece]:
         return [Pulled(part, self.pull) for part in self.piece.chunks()]

@@ -67,6 +67,7 @@ class PrivateTraining:
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
             self._pending = False
         self._tickets.draw(source, tried=self.tape.next_batch())
+        self.tape.logical += first
         self.tape.rows, self._last = rows, last
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend

@@ -45,7 +45,7 @@ class _Functional(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         run: _Run = ctx.run
         per_row, inputs = run.pullback(cotangents)
-        run.tape._capture_rows({run.parameters[k]: g for k, g in per_row.items()}, run.rows)
+        run.tape._capture_rows({run.parameters[k]: g for k, g in per_row.items()}, run.rows, run.batch)
         return (None, *inputs, *[None] * len(run.parameters))
 
 
@@ -53,7 +53,7 @@ class _Run:
     """One functional forward pass over the rows of a batch."""
 
     def __init__(self, module: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.tape, self.body = module, tape, _Body(module)
+        self.module, self.tape, self.batch, self.body = module, tape, tape.batch, _Body(module)
         self.flat, self.spec = pytree.tree_flatten((args, kwargs))
         tensors = [t for t in self.flat if isinstance(t, Tensor)]
         if not tensors:

@@ -142,7 +142,7 @@ class _Watch(Tape):
     def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         self._look(cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
 
-    def _capture_rows(self, per_row: Any, count: int) -> None:
+    def _capture_rows(self, per_row: Any, count: int, batch: int) -> None:
         for g in per_row.values():
             self._look(g)
 

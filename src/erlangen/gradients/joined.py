@@ -175,10 +175,11 @@ def apply(x: Tensor, norm: NormLayer, spec: NormAct, tape: Tape | None) -> Tenso
     weight, bias = norm.module.weight, norm.module.bias
     if tape is None:
         return _Joined.apply(x, weight, bias, norm, spec, None)
+    batch = tape.batch
 
     def record(dweight: Tensor, dbias: Tensor) -> None:
         wanted = {p: g for p, g in ((weight, dweight), (bias, dbias)) if p.requires_grad}
-        tape._capture_rows(wanted, len(dweight))
+        tape._capture_rows(wanted, len(dweight), batch)
 
     return _Joined.apply(x, weight, bias, norm, spec, record)
 

@@ -99,6 +99,9 @@ class Piece:
     prefers_dense = True
     #: whether `weighted_sum` never reads an owner of weight zero, so that 0·NaN cannot reach the sum
     guarded = False
+    #: whether norms were measured on formed gradients. The sum is then of the very same ones: in another order of
+    #: summation huge terms that cancelled in the norm leave their rounding errors, far above the clipping bound
+    measured_formed = False
 
     @property
     def count(self) -> int:
@@ -114,7 +117,15 @@ class Piece:
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         """‖weight(g_i)‖², formed in chunks and forgotten."""
+        self.measured_formed = True
         return torch.cat([squared_norms(apply_weight(weight, part.precise().dense())) for part in self.chunks()])
+
+    def sum_of_formed(self, w: Tensor) -> Tensor:
+        """`weighted_sum` of the gradients as `norms_squared` forms them, a chunk at a time."""
+        parts = self.chunks()
+        shares = w.split([part.count for part in parts])
+        sums = [Dense(part.precise().dense()).weighted_sum(share) for part, share in zip(parts, shares, strict=True)]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
     def formed(self) -> Piece:
         """The gradients themselves, kept from now on."""
@@ -144,7 +155,7 @@ class Dense(Piece):
 
     @property
     def guarded(self) -> bool:  # type: ignore[override]
-        return usable(self.g)
+        return skips_zero_weights(self.g)
 
     def dense(self) -> Tensor:
         return self.g
@@ -156,7 +167,7 @@ class Dense(Piece):
         strides = self.g.stride()  # in memory's own order: no copy
         order = sorted(range(1, self.g.ndim), key=lambda axis: -strides[axis])
         g = self.g.permute(0, *order)
-        total = row_sum(w, g.flatten(1)).view(g.shape[1:])
+        total = row_sum(w, g.flatten(1) if g.ndim > 1 else g[:, None]).view(g.shape[1:])
         return total.permute([order.index(axis) for axis in range(1, self.g.ndim)])
 
 
@@ -172,7 +183,7 @@ class Outer(Piece):
 
     @property
     def guarded(self) -> bool:  # type: ignore[override]
-        return usable(self.d)
+        return skips_zero_weights(self.d)
 
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
@@ -183,6 +194,8 @@ class Outer(Piece):
         return torch.einsum("nto,nti->noi", self.d, self.a)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
+        if self.measured_formed:
+            return self.sum_of_formed(w)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
         d, a, w = self.d.to(precise), self.a.to(precise), w.to(precise)[:, None, None]
         if self.guarded:
@@ -234,6 +247,8 @@ class Lookup(Piece):
         return out.scatter_add_(1, self.index[..., None].expand_as(self.d), self.d)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
+        if self.measured_formed:
+            return self.sum_of_formed(w)
         out = self.d.new_zeros(self.entries, self.d.shape[2], dtype=accumulate_dtype(self.d))
         weighted = self.d.to(out.dtype) * w.to(out.dtype)[:, None, None]
         return out.index_add_(0, self.index.flatten(), weighted.flatten(0, 1))
@@ -259,9 +274,14 @@ class Lookup(Piece):
         return Lookup(self.index, torch.where(bad.view(-1, 1, 1), 0.0, self.d), self.entries)
 
 
+def skips_zero_weights(*tensors: Tensor) -> bool:
+    """Whether `row_sum` takes the kernel that never reads a row of weight zero."""
+    return usable(*tensors) and all(t.dtype != torch.float64 for t in tensors)
+
+
 def row_sum(w: Tensor, g: Tensor) -> Tensor:
     """Σ_i w_i g_i of a matrix [n, d], products and sums in float32 at least."""
-    if usable(w, g) and g.dtype != torch.float64 and g.numel():
+    if skips_zero_weights(w, g) and g.numel():
         from erlangen.gradients.kernels.row_sum import row_sum as kernel
 
         return kernel(w, g.contiguous())

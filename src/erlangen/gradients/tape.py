@@ -100,6 +100,8 @@ class PerSampleGradients:
     def without(self, bad: Tensor) -> PerSampleGradients:
         """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
         pieces = {name: piece.zero(bad) for name, piece in self._pieces.items()}
+        for name, piece in pieces.items():
+            piece.measured_formed = self._pieces[name].measured_formed
         return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
 
 
@@ -154,6 +156,8 @@ class Tape:
         self._ignored: set[int] = set()
         #: how many batches were announced, and which of them the last forward pass was for
         self.batch, self.seen_forward = 0, -1
+        #: how many logical batches began: between two of them the weights may have been written to in any way
+        self.logical = 0
         self.clear()
 
     def next_batch(self) -> bool:
@@ -222,8 +226,10 @@ class Tape:
             else:
                 self._pieces.setdefault(name, []).append(self._choose(name, piece))
 
-    def _capture_rows(self, per_row: Mapping[Tensor, Tensor], count: int) -> None:
-        """Gradients that a module computed itself, [rows, *shape] by parameter."""
+    def _capture_rows(self, per_row: Mapping[Tensor, Tensor], count: int, batch: int) -> None:
+        """Gradients that a module computed itself in its forward pass for ``batch``, [rows, *shape] by parameter."""
+        if batch != self.batch:
+            raise RuntimeError(_OTHER_BATCH)
         self._begin()
         for parameter, g in per_row.items():
             if id(parameter) in self._ignored:

@@ -12,6 +12,7 @@ def standardise(weight: Tensor, eps: float = 1e-8) -> tuple[Tensor, Tensor]:
     """w = (v − mean v)/r and r = √(‖v − mean v‖² + ε·d) of every filter v of d weights: [O, …] and [O, 1, …]."""
     inner = tuple(range(1, weight.ndim))
     centred = weight - weight.mean(inner, keepdim=True)
+    centred = centred - centred.mean(inner, keepdim=True)  # what rounding left of a mean far above the deviation
     energy = centred.square().sum(inner, keepdim=True)
     deviation = (energy + eps * math.prod(weight.shape[1:])).sqrt()
     return centred / deviation, deviation

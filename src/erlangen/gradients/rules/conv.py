@@ -150,6 +150,8 @@ class Conv(Piece):
         return maps.movedim(0, 2).reshape(self.count, outputs, inputs, *g.kernel)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
+        if self.measured_formed:
+            return self.sum_of_formed(w)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
         rows = w.to(precise).repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
         return self.geometry.weight_gradient(self.x.to(precise), self.d.to(precise) * rows, self.shape)

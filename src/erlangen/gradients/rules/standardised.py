@@ -103,18 +103,23 @@ class Standardised(Piece):
         return Standardised(self.inner.formed(), self.projection)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        return self.projection.pull(self.inner.weighted_sum(w))
+        return self.sum_of_formed(w) if self.measured_formed else self.projection.pull(self.inner.weighted_sum(w))
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None:
             return super().norms_squared(weight)
         if self.known is not None:
             return self.known
+        self.inner.measured_formed = not self._by_gram
         return torch.cat([part._norms() for part in self.chunks()])
 
+    @property
+    def _by_gram(self) -> bool:
+        return isinstance(self.inner, Conv) and not self.inner.prefers_dense
+
     def _norms(self) -> Tensor:
-        if isinstance(self.inner, Conv) and not self.inner.prefers_dense:
-            return self._gram(self.inner)
+        if self._by_gram:
+            return self._gram(self.inner)  # type: ignore[arg-type]
         return self._formed(self.inner.dense() if isinstance(self.inner, Dense) else self.inner.precise().dense())
 
     def _formed(self, g: Tensor) -> Tensor:
@@ -138,9 +143,12 @@ class Standardised(Piece):
         outputs = self._outputs(x, size_x, filters, conv)
         along = (outputs * d).flatten(2).sum(2).unflatten(0, (conv.count, conv.views)).sum(1)
         a, d = Conv(x, d, conv.views, conv.shape, conv.geometry).windows()
-        norms = gram_norms(a - a.mean(2, keepdim=True), d).view(conv.count, conv.geometry.groups).sum(1)
+        mean, per_owner = a.mean(2, keepdim=True), (conv.count, conv.geometry.groups)
+        norms = gram_norms(a - mean, d).view(per_owner).sum(1)
+        gone = gram_norms(mean * math.sqrt(a.shape[2]), d).view(per_owner).sum(1)  # g_w's mean
         lost = ((2 - filters.flatten(1).square().sum(1)) * along.square()).sum(1)
-        value = (norms - lost).clamp(min=0) + MARGIN * torch.finfo(norms.dtype).eps * norms
+        margin = MARGIN * torch.finfo(norms.dtype).eps  # the mean cancels up to rounding: it counts as an error of g_w
+        value = (norms - lost).clamp(min=0) + margin * (norms + 2 * (norms * gone).sqrt() + margin * gone)
         return rescaled(value, size_x, size_d)
 
     def _outputs(self, x: Tensor, size: Tensor, filters: Tensor, conv: Conv) -> Tensor:
@@ -165,7 +173,9 @@ class Standardised(Piece):
         return [Standardised(part, self.projection, y) for part, y in zip(parts, outputs, strict=True)]
 
     def zero(self, bad: Tensor) -> Piece:
-        return Standardised(self.inner.zero(bad), self.projection)
+        inner = self.inner.zero(bad)
+        inner.measured_formed = self.inner.measured_formed
+        return Standardised(inner, self.projection)
 
 
 @rule(StandardisedConv2d)

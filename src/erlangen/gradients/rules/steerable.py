@@ -75,7 +75,7 @@ class Steerable(Piece):
         return parts[0] if len(parts) == 1 else Ordered.joined(parts)  # type: ignore[arg-type]
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        return self.pull(self.conv.weighted_sum(w))
+        return self.sum_of_formed(w) if self.measured_formed else self.pull(self.conv.weighted_sum(w))
 
     def precise(self) -> Piece:
         return Steerable(self.conv.precise(), self.pull, None, self.contract)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ class Ordered(Piece):
 def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Tensor:
     x, geometry = conv_geometry(module, x)
     weight, bias = module.weight, module.bias
-    kernel, shift, fused = _expanded(module, x)
+    kernel, shift, fused = _expanded(module, tape, x)
     plane = geometry.stride, geometry.padding, geometry.dilation
     by_windows = few_channels(x, kernel.shape, geometry.kernel, geometry.groups)
     if by_windows:
@@ -159,22 +159,24 @@ Form = Callable[[Tensor], Piece]
 
 
 @torch.no_grad()
-def _expanded(module: SteerableConv2d, x: Tensor) -> tuple[Tensor, Tensor | None, Form | None]:
+def _expanded(module: SteerableConv2d, tape: Tape, x: Tensor) -> tuple[Tensor, Tensor | None, Form | None]:
     """The dense kernel, the dense bias, and the fused way to coefficient gradients where there is one.
 
-    On a GPU they are kept until the parameters change: the physical parts of a logical batch share them.
+    On a GPU they are kept until the parameters change: the physical parts of a logical batch share them. Parameters that
+    were written to behind autograd's back (``p.data``) keep their version, so that no other batch may have them.
     """
     if not usable(x):
         return module.kernel(), module.dense_bias(), None
     dtype = compute_dtype(x)
     state = tuple((p.data_ptr(), p._version) for p in (module.weight, module.bias) if p is not None)
     known = module.__dict__.get("expanded")
-    if known is not None and known[0] == (state, dtype):
+    key = state, dtype, id(tape), tape.logical
+    if known is not None and known[0] == key:
         return known[1]
     kernel, shift = module.kernel(), module.dense_bias()
     form = _fused(module) if module.groups == 1 and module.weight.dtype == torch.float32 else None
     result = kernel.to(dtype, memory_format=torch.channels_last), shift, form
-    module.__dict__["expanded"] = ((state, dtype), result)
+    module.__dict__["expanded"] = (key, result)
     return result
 
 

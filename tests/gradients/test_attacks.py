@@ -1,0 +1,139 @@
+"""Records that try to put more than C into the sum: huge terms that cancel in the norm, values that are not finite,
+batches and weights that were exchanged. Each goes through the real pieces, and none may get through."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from erlangen.circulant import CirculantOuter
+from erlangen.gradients import RowMap, Tape, attach, kernels
+from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece
+from erlangen.gradients.rules.conv import Conv, Geometry
+from erlangen.gradients.rules.standardised import Projection, Standardised
+from erlangen.gradients.tape import PerSampleGradients
+from erlangen.mechanisms import GaussianMechanism
+from erlangen.mechanisms.geometry import Diagonal
+from erlangen.models.standardised import standardise
+
+WIDTH = 24
+POINT = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)
+
+
+def cancelling(size: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Two tokens whose products cancel exactly until something scales them, and a third of ordinary size."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randint(1, 1000, (WIDTH,), generator=g) * size
+    cotangent = torch.randint(1, 8, (WIDTH,), generator=g).float()
+    a, d = torch.zeros(1, 3, WIDTH), torch.zeros(1, 3, WIDTH)
+    a[0, 0], d[0, 0], a[0, 1], d[0, 1] = 3 * base, cotangent, -base, 3 * cotangent
+    a[0, 2, 0], d[0, 2, 0] = 7.3, 1.0
+    return a, d
+
+
+def image(t: Tensor) -> Tensor:
+    return t.mT[..., None].contiguous()
+
+
+PIECES = {
+    "linear": lambda a, d: Outer(a, d),
+    "conv": lambda a, d: Conv(image(a), image(d), 1, (WIDTH, WIDTH, 1, 1), POINT),
+    "circulant": lambda a, d: CirculantOuter(*(torch.fft.rfft(t.unflatten(-1, (-1, 4)), norm="ortho") for t in (a, d)), 4),
+    "embedding": lambda a, d: Lookup(torch.zeros(1, 6, dtype=torch.long), torch.cat([a * 3, -a[:, :2] * 3, -a[:, 2:] * 2], 1), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", ["none", "diagonal", "function"])
+@pytest.mark.parametrize("name", PIECES)
+def test_terms_that_cancel_in_the_norm_cancel_in_the_sum(name, metric):
+    for size in (1.0, 1e2, 1e4):
+        for seed in range(6):
+            piece: Piece = PIECES[name](*cancelling(size, seed))
+            shape = piece.dense().shape[1:]
+            scale = torch.linspace(0.5, 2.0, shape.numel()).view(shape) if metric == "diagonal" else torch.ones(shape)
+            weight = {"none": None, "diagonal": scale, "function": lambda g: g}[metric]
+            norm = piece.norms_squared(weight).sqrt()
+            added = piece.weighted_sum((1.0 / norm).clamp(max=1.0)) * scale
+            assert float(added.norm()) <= 1 + 1e-5, f"{name}: {float(added.norm()):.3g} times the bound"
+
+
+def test_a_metric_does_not_let_cancelling_tokens_through():
+    """The same through the mechanism, with an owner beside it whose gradient is not finite."""
+    a, d = cancelling(1e4, 0)
+    a, d = torch.cat([a, torch.full_like(a, torch.inf)]), torch.cat([d, d])
+    mechanism = GaussianMechanism(0.0, 1.0, Diagonal({"w": torch.full((WIDTH, WIDTH), 0.5)}))
+    mechanism.bind({"w": torch.zeros(WIDTH, WIDTH)})
+    mechanism.accumulate(PerSampleGradients({"w": Outer(a, d)}, 2))
+    assert float((mechanism.clipped_sum()["w"] / 0.5).norm()) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4, 1e6])
+def test_standardisation_forgets_no_part_of_a_gradient(offset):
+    """Gradients made of a filter's mean and direction, which standardisation takes out, and a little of something else;
+    filters far from zero, whose mean rounding leaves a part of."""
+    torch.manual_seed(0)
+    projection = Projection(*standardise(torch.randn(4, 8, 3, 3) + offset))
+    unit = projection.filters.flatten(1) / projection.filters.flatten(1).norm(dim=1, keepdim=True)
+    flat = torch.ones_like(unit) / unit.shape[1] ** 0.5
+    for rest in (1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 0.0):
+        for angle in torch.linspace(-1.5, 1.5, 21):
+            g = (torch.cos(angle) * flat + torch.sin(angle) * unit + rest * torch.randn_like(unit)).view(1, 4, 8, 3, 3)
+            formed = Standardised(Dense(g), projection)
+            cotangent = torch.zeros(1, 4, 1, 1)
+            cotangent[0, 1] = 1.0
+            few = Conv(g[:, 1].contiguous(), cotangent, 1, (4, 8, 3, 3), Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1))
+            assert not few.prefers_dense
+            for piece in (formed, Standardised(few, projection)):
+                measured = piece.norms_squared().sqrt()
+                exact = projection.pull(piece.inner.dense().double()).norm()
+                assert float(exact) <= float(measured) * (1 + 1e-5)
+                assert float(piece.weighted_sum(torch.ones(1)).norm()) <= float(measured) * (1 + 1e-5)
+
+
+def test_a_scalar_parameter_has_a_sum():
+    g, w = torch.randn(5), torch.rand(5)
+    assert torch.allclose(Dense(g).weighted_sum(w), (g * w).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_weight_zero_keeps_nan_out_in_every_precision(dtype, monkeypatch):
+    """A sum that says it never reads owners of weight zero must not."""
+    pytest.importorskip("triton")
+    if not kernels.INTERPRETED and dtype != torch.float64:
+        pytest.skip("the kernel itself runs under Triton's interpreter (TRITON_INTERPRET=1)")
+    monkeypatch.setattr(kernels, "FORCED", True)
+    for piece in (
+        Dense(torch.randn(3, 4, 5).to(dtype).index_fill(0, torch.tensor([1]), torch.nan)),
+        Outer(*(torch.randn(3, 2, k).to(dtype).index_fill(0, torch.tensor([1]), torch.nan) for k in (5, 4))),
+    ):
+        mechanism = GaussianMechanism(0.0, 1.0)
+        mechanism.bind({"w": torch.zeros(4, 5, dtype=dtype)})
+        mechanism.accumulate(PerSampleGradients({"w": piece}, 3))
+        total = mechanism.clipped_sum()["w"]
+        assert bool(torch.isfinite(total).all())
+        assert 0 < float(total.norm()) <= 2
+
+
+class Scaled(nn.Module):
+    """A layer without a rule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_layer_without_a_rule_does_not_take_an_earlier_batch_for_this_one():
+    """Going forward with two batches and back with the first would train on its records again and again."""
+    model = Scaled()
+    tape = Tape(dict(model.named_parameters()), "sum")
+    attach(model, tape)
+    tape.next_batch()
+    tape.rows = RowMap.regular(2)
+    kept = model(torch.randn(2, 3)).sum()
+    tape.next_batch()
+    tape.rows = RowMap.regular(2)
+    model(torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="another batch was drawn"):
+        kept.backward()
