@@ -124,6 +124,39 @@ def test_processes_may_train_models_of_their_own():
     assert together(2, separately) == [2.0, 2.0]
 
 
+DIFFERENT = {
+    "seed": lambda rank: ({"seed": rank}, {}),
+    "run_id": lambda rank: ({"seed": 0, "run_id": f"rank-{rank}"}, {}),
+    "mechanism": lambda rank: ({"seed": 0}, {"max_grad_norm": 1.0 + 9 * rank}),
+    "unit": lambda rank: ({"seed": 0}, {"unit": [(k + rank) // 2 for k in range(8)]}),
+    "data": lambda rank: ({"seed": 0}, {"poisson_sampling": rank == 0}),
+}  # fmt: skip
+
+
+def started(workers: Workers) -> dict[str, str]:
+    said = {}
+    for name, make in DIFFERENT.items():
+        engine_options, options = make(workers.rank)
+        model = nn.Linear(3, 1)
+        loader = DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=2)
+        options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+        try:
+            erlangen.PrivacyEngine(**engine_options).make_private(
+                module=model, optimizer=sgd(model), data_loader=loader, **options
+            )
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_processes_that_draw_clip_or_group_differently_are_refused():
+    """Seeds that differ by rank, as scripts like to set them, would put one record into the batches of two workers; a
+    bound that differs lets one worker add more than the noise of the first one covers."""
+    for said in together(2, started):
+        assert set(said) == set(DIFFERENT)
+        assert all("not started alike" in text for text in said.values())
+
+
 def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="torchrun"):
         joint.unwrapped(DataParallel(nn.Linear(2, 2)))

@@ -8,6 +8,7 @@ that is not their own.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from erlangen.workers import Workers
 
 if TYPE_CHECKING:
     from erlangen.private import PrivateTraining
+    from erlangen.sampling import Sampler, Units
 
 #: steps between two comparisons of the workers' weights
 COMPARE_EVERY = 50
@@ -92,6 +94,20 @@ def compare(training: PrivateTraining, step: int) -> None:
     apart = isinstance(training.mechanism, ShardedGaussian)  # nobody has what another has
     if not training.workers.alone and not apart and step % COMPARE_EVERY == 1:
         training.workers.require_equal_weights(training.tape.parameters, step)
+
+
+def require_alike(workers: Workers, mechanism: Mechanism, sampler: Sampler, units: Units, streams: str) -> None:
+    """Everybody clips to the same bound, draws from the same stream and divides the same units; or everybody raises.
+
+    Seeds that differ by rank would draw a batch of its own on every worker, and a record could be in several of them.
+    """
+    if workers.alone:
+        return
+    plain = lambda facts: json.dumps(facts, sort_keys=True, default=str)  # noqa: E731
+    workers.require_same({
+        "seed or run_id": streams, "mechanism": plain([mechanism.describe(), _state(mechanism)]), "data": plain(sampler.describe()),
+        "unit": units.digest(),
+    })  # fmt: skip
 
 
 def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from erlangen.gradients.tape import PerSampleGradients, Tape
@@ -101,6 +102,12 @@ def refuse_layout(name: str, p: Any) -> None:
 
     if not isinstance(p, DTensor):
         raise ValueError(f"parameter {name!r} is not sharded while others are: apply fully_shard to the whole module")
+    everybody, here = dist.get_world_size(), p.device_mesh.size()
+    if here != everybody:
+        raise ValueError(
+            f"parameter {name!r} is sharded over {here} of {everybody} processes: the others would hold copies, each with noise "
+            "of its own. Use fully_shard with a one-dimensional mesh of all processes"
+        )
     if p.device_mesh.ndim != 1 or not isinstance(p.placements[0], Shard):
         raise ValueError(
             f"parameter {name!r} is placed as {tuple(p.placements)} on a mesh of {p.device_mesh.ndim} dimension(s): copies of a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ class Units:
     @property
     def grouped(self) -> bool:
         return self._of_row is not None
+
+    def digest(self) -> str:
+        """Equal exactly if the same rows belong together."""
+        return hashlib.sha256(b"" if self._of_row is None else self._of_row.numpy().tobytes()).hexdigest()
 
     def rows_of(self, units: Tensor) -> list[Tensor]:
         """The rows of each of these units."""
