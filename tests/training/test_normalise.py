@@ -12,8 +12,11 @@ from erlangen.accounting import epsilon, gaussian
 from erlangen.accounting.certificate_check import check
 from erlangen.accounting.ledger import read_ledger
 from erlangen.data import DataError, from_arrays, load
+from erlangen.experiments.compare import Comparison
 from erlangen.sampling import Units
 from erlangen.training import TrainConfig, run
+from erlangen.training.config import ConfigError
+from erlangen.training.folder import stream_id
 from erlangen.training.normalise import release_normalisation, sensitivity, unit_statistics
 from erlangen.training.session import Session
 
@@ -117,3 +120,19 @@ def test_floats_without_a_range_are_refused():
     config = dataclasses.replace(SMALL, batch=4)
     with pytest.raises(DataError, match="no bounded sensitivity"):
         Session(config, data)
+
+
+def test_runs_that_differ_in_who_belongs_together_share_no_noise():
+    """The same pixels under other patients are another data set: with the same streams the noise would cancel."""
+    owner = np.arange(60) // 2
+    other = owner.copy()
+    other[1] = 29
+    config = dataclasses.replace(SMALL, unit="patient", batch=8)
+    assert stream_id(config, own(unit=owner)) == stream_id(config, own(unit=owner))
+    assert stream_id(config, own(unit=owner)) != stream_id(config, own(unit=other))
+
+
+@pytest.mark.parametrize("accounted", [False, True])
+def test_comparisons_do_not_share_constants_that_no_run_counts(accounted):
+    with pytest.raises(ConfigError, match="normalise is 'private'"):
+        Comparison(SMALL, mechanisms=("iso",), epsilons=(3.0,), trials=2, accounted=accounted)

@@ -35,6 +35,12 @@ def test_the_noise_on_the_mean_gradient_stays_and_the_cost_does_not():
     assert "not the private run" in made.remarks[0]
 
 
+def test_a_dry_run_takes_no_constants_that_nobody_counts():
+    """A plan holds the settled configuration and ends up in tan.json: released constants in it would be free."""
+    with pytest.raises(ConfigError, match="normalise is 'private'"):
+        plan(dataclasses.replace(LARGE, data_options={"normalise": "private"}), 8)
+
+
 def test_dominance_bounds_the_share_of_sampling_error():
     """Measured: the variance of the small batch's mean is at most k·C²/B, and the noise's is d·σ²C²/B²."""
     made = plan(LARGE, 8)

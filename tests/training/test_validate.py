@@ -34,6 +34,29 @@ def test_every_call_is_a_release_on_disk(trained):
     assert abs(first["accuracy"] - exact) < 6 * first["accuracy_std"]
 
 
+def test_records_that_the_run_was_trained_on_pay_for_both(tmp_path, trained):
+    """Validation on the training records is one more release on them, not the first."""
+    import shutil
+
+    folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
+    training = read_ledger(folder / "ledger.jsonl").pairs()
+    result = validate(folder, "digits", 5.0)
+    assert result["epsilon"] == pytest.approx(epsilon([*training, (gaussian(5.0), 2)], result["delta"]))
+    assert result["epsilon"] > max(epsilon(training, result["delta"]), epsilon([(gaussian(5.0), 2)], result["delta"]))
+
+
+def test_a_run_that_protects_patients_does_not_count_records_unasked(tmp_path):
+    digits = load("digits")
+    names = {"x_train": digits.x_train[:200], "y_train": digits.y_train[:200], "patient": np.arange(200) // 4}
+    np.savez(tmp_path / "patients.npz", **names)
+    config = TrainConfig(data=str(tmp_path / "patients.npz"), unit="patient", model="logistic", steps=2, batch=10, seed=0)
+    run.train(config, tmp_path / "run")
+    with pytest.raises(ConfigError, match="protects each patient"):
+        validate(tmp_path / "run", tmp_path / "patients.npz", 5.0)
+    assert not (tmp_path / "run" / "validation-ledger.jsonl").exists()
+    assert validate(tmp_path / "run", tmp_path / "patients.npz", 5.0, per_record=True)["unit"] == "record"
+
+
 def test_without_noise_it_is_the_plain_matrix_and_epsilon_is_infinite(tmp_path, trained):
     import shutil
 

@@ -19,12 +19,15 @@ def validate(
     delta: float | None = typer.Option(None, help="δ for the reported ε; default min(1e-5, 0.1/N)."),
     single_copy: bool = typer.Option(False, "--single-copy", help="Accept a ledger whose second copy is missing."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave out records that cannot be read."),
+    per_record: bool = typer.Option(
+        False, "--per-record", help="ε of single records, also where the run protects another unit (a patient)."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Release accuracy and confusion matrix on a private validation set; each call costs and is written down first."""
     from erlangen.training.validate import validate as release
 
-    result = release(run, data, noise_multiplier, delta, single_copy, skip_bad)
+    result = release(run, data, noise_multiplier, delta, single_copy, skip_bad, per_record)
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -33,7 +36,7 @@ def validate(
     )
     epsilon = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.3g}"
     typer.echo(
-        f"Privacy    ε = {epsilon} at δ = {result['delta']:.1e} for these records, {result['releases']} release(s) so far"
+        f"Privacy    ε = {epsilon} at δ = {result['delta']:.1e} per record, {result['releases']} release(s) so far"
     )
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
     for row in result["confusion"]:

@@ -24,6 +24,7 @@ from erlangen.experiments.pool import Pool
 from erlangen.experiments.runner import paired
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.normalise import wants_private
 from erlangen.training.run import train
 from erlangen.training.session import Session, load_data
 
@@ -65,8 +66,11 @@ class Comparison:
             raise ConfigError(f"held_out is {self.held_out}; give a share between 0 and 1")
         if self.accounted and self.trials < 1:
             raise ConfigError("accounted tuning needs trials; give --trials, or leave out --accounted")
-        if self.accounted and self.base.to_json().find('"normalise": "private"') >= 0:
-            raise ConfigError("accounted tuning does not count a private normalisation; give public constants")
+        if wants_private(self.base):
+            raise ConfigError(
+                "normalise is 'private': the runs of a comparison would share constants that none of them counts; give public "
+                "constants, normalise=MEAN/STD"
+            )
         if self.base.secure:
             raise ConfigError(
                 "a comparison over seeds is reproducible by design: leave out secure, and train for release later"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from erlangen.data import Dataset, datasets
+from erlangen.data.base import digest_of
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 
@@ -33,7 +34,10 @@ def stream_id(config: TrainConfig, dataset: Dataset) -> str:
     """
     units = len(dataset) if dataset.unit is None else len(np.unique(np.asarray(dataset.unit)))
     options = {k: v for k, v in dataclasses.asdict(config.settled(units)).items() if k not in NO_RESULT}
-    facts = json.dumps({**options, "records": dataset.fingerprint()}, sort_keys=True)
+    records = [dataset.fingerprint()]
+    if dataset.unit is not None:  # who belongs together is data too
+        records.append(digest_of(np.asarray(dataset.unit)))
+    facts = json.dumps({**options, "records": "/".join(records)}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 

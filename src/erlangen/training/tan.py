@@ -26,6 +26,7 @@ from erlangen.accounting import epsilon
 from erlangen.data import Dataset
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import write
+from erlangen.training.normalise import wants_private
 from erlangen.training.run import train
 from erlangen.training.session import Session, load_data
 
@@ -90,6 +91,11 @@ def plan(config: TrainConfig, k: float, dataset: Dataset | None = None) -> Plan:
     """The small run for a configuration; σ of the large one is calibrated if the configuration gives ε."""
     if not (math.isfinite(k) and k > 1):
         raise ConfigError(f"k is {k}; a dry run divides batch and noise by a number above 1")
+    if wants_private(config):
+        raise ConfigError(
+            "normalise is 'private': a dry run would take the constants without a ledger that counts them. Give public constants "
+            "(normalise=MEAN/STD), and let the run itself release its own"
+        )
     session = Session(config, dataset)
     target, mechanism = session.config, session.training.mechanism
     sigma, batch = mechanism.noise_multiplier, session.sampler.expected_batch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,11 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from erlangen.accounting import epsilon, metrics
-from erlangen.accounting.ledger import Ledger, Release, copy_path
+from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.data import Dataset, load
 from erlangen.deploy.card import ModelCard
 from erlangen.models import make_model
 from erlangen.training.config import ConfigError, TrainConfig
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 
 def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -50,10 +53,12 @@ def validate(
     delta: float | None = None,
     single_copy: bool = False,
     skip_bad: bool = False,
+    per_record: bool = False,
 ) -> dict[str, Any]:
     """Release how well a run does on the private records ``x_train``, ``y_train`` of ``source``.
 
-    Every call is another release on these records; ε in the result is that of all of them so far.
+    Every call is another release on these records; ε in the result is that of all of them so far, *per record*. After a
+    run whose unit of privacy is another one that must be asked for, by ``per_record``.
     """
     folder = Path(folder)
     if noise_multiplier < 0:
@@ -63,6 +68,12 @@ def validate(
     summary = folder / "summary.json"
     if not summary.is_file():
         raise ConfigError(f"{folder} holds no finished run: there is no summary.json")
+    unit = TrainConfig.from_file(folder / "config.json").unit
+    if unit is not None and not per_record:
+        raise ConfigError(
+            f"the run protects each {unit}, but validation counts records: a {unit} with k of them would move the counts by k. "
+            f"Give one record of each {unit} and pass per_record=True (--per-record)"
+        )
     data, classes = _records(folder, source, skip_bad), int(json.loads(summary.read_text())["data"]["classes"])
     if data.classes > classes:
         raise ConfigError(f"{source} has labels up to {data.classes - 1}, but the model knows {classes} classes")
@@ -74,18 +85,28 @@ def validate(
         for name, metric in (("accuracy", right), ("confusion-matrix", table)):
             ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
         pairs, notes = ledger.pairs(), list(ledger.book.notes)
-    spent = epsilon(pairs, delta)
+    spent = epsilon([*pairs, *_trained_on(folder, data)], delta)
     return {
         "accuracy": right.value,
         "accuracy_std": right.std,
         "confusion": table.value.tolist(),
         "noise_std": table.std,
         "records": len(data),
+        "unit": "record",
         "epsilon": spent if math.isfinite(spent) else "inf",
         "delta": delta,
         "releases": sum(count for _, count in pairs),
         "ledger_notes": notes,
     }
+
+
+def _trained_on(folder: Path, data: Dataset) -> list[tuple[DpEvent, int]]:
+    """What the run itself has released of these records: everything if they are those it was trained on."""
+    path = folder / "ledger.jsonl"
+    if not (path.exists() or copy_path(path).exists()):
+        return []
+    book = read_ledger(path)
+    return book.pairs() if book.data == data.fingerprint() else []
 
 
 def _records(folder: Path, source: str | Path, skip_bad: bool) -> Dataset:
