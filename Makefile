@@ -7,7 +7,7 @@ CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint bench setup clean
+.PHONY: demo test test-all lint bench docs setup clean
 
 setup: $(READY)
 
@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) torch
-	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[report,export,sign,test,dev]"
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[report,ui,export,sign,test,dev]"
 	touch $(READY)
 
 demo: $(READY)
@@ -38,6 +38,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/step.py --model resnet9 --batch 32 --methods plain erlangen --json > build/bench/resnet9.json
 	$(BIN)/python benchmarks/step.py --model eq-resnet9 --batch 32 --methods plain erlangen --json > build/bench/eq-resnet9.json
 	$(BIN)/python benchmarks/guard.py build/bench/*.json
+
+docs: $(READY)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist src/*.egg-info
