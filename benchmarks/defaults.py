@@ -50,13 +50,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "walk 0.05": {"walk": 0.05},
     "walk 0.1": {"walk": 0.1},
     "walk 0.2": {"walk": 0.2},
+    "walk 0.3": {"walk": 0.3},
     "walk 0.1, cosine": {"walk": 0.1, "schedule": "cosine"},
     "walk 0.2, cosine": {"walk": 0.2, "schedule": "cosine"},
     "walk 0.1, C = 0.1": {"walk": 0.1, "max_grad_norm": 0.1},
-    "walk 0.1, C = 0.3": {"walk": 0.1, "max_grad_norm": 0.3},
-    "walk 0.1, batch N/3": {"walk": 0.1, "fraction": 3},
-    "walk 0.1, 15 epochs": {"walk": 0.1, "epochs": 15},
-    "walk 0.1, 60 epochs": {"walk": 0.1, "epochs": 60},
+    "walk 0.2, C = 0.1": {"walk": 0.2, "max_grad_norm": 0.1},
+    "walk 0.3, cosine": {"walk": 0.3, "schedule": "cosine"},
+    "walk 0.2, cosine, C = 0.1": {"walk": 0.2, "schedule": "cosine", "max_grad_norm": 0.1},
+    "walk 0.3, cosine, C = 0.1": {"walk": 0.3, "schedule": "cosine", "max_grad_norm": 0.1},
+    "walk 0.2, batch N/3": {"walk": 0.2, "fraction": 3},
+    "walk 0.2, 15 epochs": {"walk": 0.2, "epochs": 15},
+    "walk 0.2, 60 epochs": {"walk": 0.2, "epochs": 60},
     "adam 1e-3": {"optimizer": "adam"},
     "adam 3e-3": {"optimizer": "adam", "lr": 3e-3},
 }
@@ -196,7 +200,7 @@ def main() -> None:
     runs.add_argument("--epsilon", type=float, nargs="+", default=[3.0, 1.0, 8.0])
     runs.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     runs.add_argument("--variants", nargs="+", choices=VARIANTS)
-    runs.add_argument("--limit", type=float, default=60.0, help="seconds of processor time after which a run is given up, and logged so")
+    runs.add_argument("--limit", type=float, default=60.0, help="processor seconds after which a run is given up")
     runs.add_argument("--device", default="auto")
     runs.add_argument("--log", type=Path, required=True)
     runs.set_defaults(do=run)

@@ -40,7 +40,7 @@ def gdp_mu(events: Events, delta: float, neighbouring: Neighbouring = "add-or-re
         return math.inf
     if not normalise(events):
         return 0.0
-    return _mu_of(value, float(delta))
+    return mu_of(value, float(delta))
 
 
 @lru_cache(maxsize=1024)
@@ -80,8 +80,8 @@ def _minimise(f: Callable[[float], float], top: float, iterations: int = 60) -> 
 
 
 @lru_cache(maxsize=1024)
-def _mu_of(eps: float, delta: float) -> float:
-    """μ with δ_μ(ε) = δ: the curve rises with μ, so bisect, keeping the larger end."""
+def mu_of(eps: float, delta: float) -> float:
+    """μ of the Gaussian mechanism that is (ε, δ)-private, δ_μ(ε) = δ: the curve rises with μ, so bisect, keeping the larger end."""
     low, high = 0.0, 1.0
     while _gaussian(1 / high).delta(eps) < delta:
         high *= 2
