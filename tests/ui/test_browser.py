@@ -80,7 +80,9 @@ def test_runs_are_listed_compared_and_shown(browser, client):
     until(browser, "document.querySelectorAll('#compare-figures svg.main-svg').length >= 2")
     words = until(browser, "document.querySelector('[data-figure=progress] .legend')?.textContent")
     assert SCRIPT in words
-    browser.find_element("link text", f"nested/{SCRIPT}").click()
+    link = browser.find_element("link text", f"nested/{SCRIPT}")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", link)
+    link.click()
     until(browser, "document.querySelectorAll('#run-figures [data-figure] .main-svg').length >= 5")
     assert browser.execute_script("return document.querySelector('h1').textContent") == f"nested/{SCRIPT}"
     addresses = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")

@@ -28,6 +28,7 @@ class Server:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((ADDRESS, self.port))
+            self._socket.listen()  # who opens the address before the server runs waits, and is not refused
         except OSError as error:
             self._socket.close()
             raise ValueError(

@@ -40,10 +40,10 @@ def comparison(chosen: Sequence[Seen]) -> dict[str, Any]:
     """Several runs: accuracy against the true ε of finished ones, and the way of each there."""
     finished = [s.run for s in chosen if s.run is not None]
     figures: list[Chart | None] = [progress(chosen)]
-    notes: list[str] = []
+    notes = list(dict.fromkeys(run.note for run in finished if run.note))  # what their comparison says about ε
     if len(finished) > 1:
         figures.insert(0, overview.accuracy_against_epsilon(finished))
-        notes = overview.comparability(finished)
+        notes += overview.comparability(finished)
     notes += [
         f"{s.name} has not finished; it is in the second figure only." for s in chosen if s.run is None and s.config
     ]
