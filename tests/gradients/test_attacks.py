@@ -137,3 +137,20 @@ def test_a_layer_without_a_rule_does_not_take_an_earlier_batch_for_this_one():
     model(torch.randn(2, 3))
     with pytest.raises(RuntimeError, match="another batch was drawn"):
         kept.backward()
+
+
+def test_kernels_are_expanded_anew_for_every_logical_batch(monkeypatch):
+    """An optimizer that writes to ``p.data`` leaves no trace in the version of a parameter."""
+    pytest.importorskip("triton")
+    from erlangen.equivariant import SteerableConv2d, cyclic, regular_fields
+    from erlangen.gradients.rules.steerable import _expanded
+
+    monkeypatch.setattr(kernels, "FORCED", True)
+    fields = regular_fields(cyclic(4), 1)
+    conv = SteerableConv2d(fields, fields, 3)
+    tape, x = Tape(dict(conv.named_parameters())), torch.randn(1, 4, 5, 5)
+    before = _expanded(conv, tape, x)[0]
+    assert _expanded(conv, tape, x)[0] is before, "physical parts of a batch share the kernel"
+    conv.weight.data.mul_(2.0)
+    tape.logical += 1
+    torch.testing.assert_close(_expanded(conv, tape, x)[0], 2 * before)

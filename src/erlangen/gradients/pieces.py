@@ -40,8 +40,9 @@ def exact_float32() -> Iterator[None]:
     matmul.allow_tf32 = False
     try:
         with torch.backends.cudnn.flags(
-            enabled=torch.backends.cudnn.enabled, benchmark=torch.backends.cudnn.benchmark, allow_tf32=False
-        ):
+            enabled=torch.backends.cudnn.enabled, benchmark=torch.backends.cudnn.benchmark,
+            deterministic=torch.backends.cudnn.deterministic, allow_tf32=False,
+        ):  # fmt: skip
             yield
     finally:
         matmul.allow_tf32 = before
