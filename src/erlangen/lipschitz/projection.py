@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from erlangen.lipschitz.base import Constrained, LipschitzLayer
 from erlangen.lipschitz.compose import layers
-from erlangen.lipschitz.norms import certified
+from erlangen.lipschitz.norms import Symbols, certified
 
 #: outward factor on a bound that was scaled together with its weight
 _SCALED = 1.0 + 1e-6
@@ -74,7 +74,7 @@ class Projector:
 
     def bounds(self) -> list[Tensor]:
         """Full certificates of the layers that only scale their weight, as they are now."""
-        together = [(k, s) for k, layer in enumerate(self.scaled) if (s := layer.symbols()) is not None]
+        together = [(k, s) for k, layer in enumerate(self.scaled) if (s := _symbols(layer)) is not None]
         found = dict(zip((k for k, _ in together), certified([s for _, s in together]), strict=True))
         return [found[k] if k in found else layer.certified_norm() for k, layer in enumerate(self.scaled)]
 
@@ -150,3 +150,13 @@ class _Captured:
             return
         self.graph = recorded
         recorded.replay()
+
+
+def _symbols(layer: Constrained) -> Symbols | None:
+    """What the shared certification needs of a layer; None if the layer certifies itself in its own way.
+
+    A subclass that overrides `certified_norm` alone has said that the inherited symbols do not describe it.
+    """
+    kinds = type(layer).__mro__
+    place = {name: next(k for k, kind in enumerate(kinds) if name in vars(kind)) for name in ("certified_norm", "symbols")}
+    return None if place["certified_norm"] < place["symbols"] else layer.symbols()

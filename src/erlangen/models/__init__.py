@@ -25,7 +25,6 @@ _MODELS: dict[str, str | Callable[..., Any]] = {
     "eq-wrn-40-1": "erlangen.models.equivariant:equivariant_wrn_40_1",
     "c8-cnn": "erlangen.models.equivariant:c8_steerable_cnn",
     "c8-tiny": "erlangen.models.equivariant:c8_tiny",
-    "c8-tiny": "erlangen.models.equivariant:c8_tiny",
     "resnet20": "erlangen.models.gredp:resnet20",
     "model3": "erlangen.models.gredp:model3",
     "alexnet": "erlangen.models.gredp:alexnet",
