@@ -1,4 +1,5 @@
-"""What the site needs beyond Markdown: notebooks become pages, links to files outside docs/ become their names."""
+"""What the site needs beyond Markdown: notebooks become pages, results enter the navigation by themselves, links to files outside
+docs/ become their names."""
 
 from __future__ import annotations
 
@@ -11,6 +12,19 @@ from mkdocs.structure.files import File
 
 #: [words](../../benchmarks/results): there on disk, not on the site
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:benchmarks|src|tests)[^)#]*|[A-Z]+\.md)\)")
+
+
+def on_config(config: Any) -> Any:
+    """The section "Results" lists every page of docs/results under the first words of its heading."""
+    pages = sorted((Path(config.docs_dir) / "results").glob("*.md"))
+    entries = [{_heading(path): f"results/{path.name}"} for path in pages]
+    config.nav = [{"Results": entries} if isinstance(part, dict) and "Results" in part else part for part in config.nav]
+    return config
+
+
+def _heading(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").lstrip().splitlines()[0]
+    return first.lstrip("# ").split(":")[0]
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -118,7 +118,7 @@ def read(folder: Path) -> Run:
     summary.setdefault("data", {})
     document, problems = _certificate(folder)
     return Run(
-        folder, config, summary, document, problems, _history(folder), _audit(folder), PublicPredictions.load(folder)
+        folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder)
     )
 
 
@@ -149,7 +149,7 @@ def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         return None, problems
 
 
-def _history(folder: Path) -> tuple[dict[str, Any], ...]:
+def history(folder: Path) -> tuple[dict[str, Any], ...]:
     """Evaluations by step. A resumed run may have written a step twice: the last one counts. A torn line is left out."""
     path = folder / "metrics.jsonl"
     rows: dict[int, dict[str, Any]] = {}
@@ -184,4 +184,4 @@ def finite_or_inf(value: Any) -> float:
     return number if not math.isnan(number) else math.inf
 
 
-__all__ = ["ConfigError", "ReportError", "Run", "collect", "finite_or_inf", "read"]
+__all__ = ["ConfigError", "ReportError", "Run", "collect", "finite_or_inf", "history", "read"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from erlangen.accounting import LedgerError, epsilon, read_ledger
 from erlangen.accounting.ledger import copy_path, is_live
-from erlangen.report.folder import Run, _history, read
+from erlangen.report.folder import Run, history, read
 from erlangen.training.config import TrainConfig
 
 #: how far below the folder runs are looked for, and how many are shown
@@ -131,7 +131,7 @@ def _finished(folder: Path, name: str, check: bool) -> Seen:
 
 def _unfinished(folder: Path, name: str, state: str) -> Seen:
     config = TrainConfig.from_file(folder / "config.json")
-    rows = _history(folder)  # a torn last line is left out
+    rows = history(folder)  # a torn last line is left out
     last = rows[-1] if rows else {}
     accuracy = last.get("test_accuracy")
     seen = Seen(name, state, config, rows, delta=config.delta, planned=config.steps, steps=int(last.get("step", 0)))
