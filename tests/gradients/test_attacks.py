@@ -1,6 +1,8 @@
 """Records that try to put more than C into the sum: huge terms that cancel in the norm, values that are not finite,
 batches and weights that were exchanged. Each goes through the real pieces, and none may get through."""
 
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -151,6 +153,7 @@ def test_kernels_are_expanded_anew_for_every_logical_batch(monkeypatch):
     tape, x = Tape(dict(conv.named_parameters())), torch.randn(1, 4, 5, 5)
     before = _expanded(conv, tape, x)[0]
     assert _expanded(conv, tape, x)[0] is before, "physical parts of a batch share the kernel"
+    pickle.loads(pickle.dumps(conv))  # a private module is saved as any other
     conv.weight.data.mul_(2.0)
     tape.logical += 1
     torch.testing.assert_close(_expanded(conv, tape, x)[0], 2 * before)

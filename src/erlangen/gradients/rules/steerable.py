@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +158,8 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
 
 
 Form = Callable[[Tensor], Piece]
+#: beside the modules, not in them: copies and pickles of a module stay ordinary
+_EXPANDED: WeakKeyDictionary[SteerableConv2d, tuple[Any, tuple[Tensor, Tensor | None, Form | None]]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -169,14 +173,14 @@ def _expanded(module: SteerableConv2d, tape: Tape, x: Tensor) -> tuple[Tensor, T
         return module.kernel(), module.dense_bias(), None
     dtype = compute_dtype(x)
     state = tuple((p.data_ptr(), p._version) for p in (module.weight, module.bias) if p is not None)
-    known = module.__dict__.get("expanded")
+    known = _EXPANDED.get(module)
     key = state, dtype, id(tape), tape.logical
     if known is not None and known[0] == key:
         return known[1]
     kernel, shift = module.kernel(), module.dense_bias()
     form = _fused(module) if module.groups == 1 and module.weight.dtype == torch.float32 else None
     result = kernel.to(dtype, memory_format=torch.channels_last), shift, form
-    module.__dict__["expanded"] = (key, result)
+    _EXPANDED[module] = (key, result)
     return result
 
 
