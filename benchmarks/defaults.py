@@ -32,7 +32,7 @@ from erlangen.training.session import Session
 #: sets the rate by the noise: over the run it moves each weight by about this much
 BASE: dict[str, Any] = {"fraction": 6, "epochs": 30, "rate": 1.0, "walk": None}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "rate ×1": {},
     "batch N/3": {"fraction": 3},
     "batch N/12": {"fraction": 12},
     "15 epochs": {"epochs": 15},
@@ -174,22 +174,28 @@ def _key(row: dict[str, Any]) -> tuple[str, str, float, int]:
 
 
 def table(rows: list[dict[str, Any]], average: str) -> str:
-    """Mean over seeds, for each data set and ε; the last columns compare with the default where both were measured."""
-    cells: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Mean over seeds, for each data set and ε; the last columns compare with the rate ×1, seed by seed."""
+    cells: dict[tuple[str, float], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if "accuracy" in row:
-            cells[row["data"], row["epsilon"]][row["variant"]].append(100 * row["accuracy"][average])
+            cells[row["data"], row["epsilon"]][row["variant"]][row["seed"]] = 100 * row["accuracy"][average]
     columns = sorted(cells)
     lines = ["| | " + " | ".join(f"{d}, ε = {e:g}" for d, e in columns) + " | mean gain | worst |"]
     lines.append("|---" * (len(columns) + 3) + "|")
     for variant in VARIANTS:
         here = {c: cells[c][variant] for c in columns if cells[c].get(variant)}
-        gains = [mean(v) - mean(cells[c]["default"]) for c, v in here.items() if cells[c].get("default")]
+        pairs = [[v[s] - cells[c]["rate ×1"][s] for s in v if s in cells[c]["rate ×1"]] for c, v in here.items()]
+        gains = [mean(differences) for differences in pairs if differences]
         if here:
-            shown = [f"{mean(here[c]):.1f}" if c in here else "" for c in columns]
+            shown = [f"{mean(here[c].values()):.1f}" if c in here else "" for c in columns]
             tail = [f"{mean(gains):+.1f}", f"{min(gains):+.1f}"] if gains else ["", ""]
             lines.append("| " + " | ".join([variant, *shown, *tail]) + " |")
     return "\n".join(lines)
+
+
+def show(args: argparse.Namespace) -> None:
+    rows = [r for r in read(*args.logs) if r["seed"] in args.seeds and r["variant"] in args.variants]
+    print(table(rows, args.average))
 
 
 def main() -> None:
@@ -207,7 +213,9 @@ def main() -> None:
     tables = commands.add_parser("table")
     tables.add_argument("logs", type=Path, nargs="+")
     tables.add_argument("--average", choices=[str(a) for a in AVERAGES], default="0.99")
-    tables.set_defaults(do=lambda args: print(table(read(*args.logs), args.average)))
+    tables.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of which runs")
+    tables.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    tables.set_defaults(do=show)
     args = parser.parse_args()
     args.do(args)
 

@@ -20,7 +20,7 @@ def walk(config: TrainConfig, records: int) -> float:
     return effective * config.max_grad_norm * sigma * math.sqrt(config.steps) / config.batch
 
 
-@pytest.mark.parametrize("records, epsilon", [(300, 1.0), (300, 8.0), (1500, 3.0), (5000, 1.0)])
+@pytest.mark.parametrize(("records", "epsilon"), [(300, 1.0), (300, 8.0), (1500, 3.0), (5000, 1.0)])
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"max_grad_norm": 0.1}])
 def test_the_automatic_rate_keeps_the_noise_of_a_run_small(records, epsilon, options):
     config = TrainConfig(epsilon=epsilon, **options).settled(records)

@@ -43,7 +43,7 @@ def train(
     ),
     batch: int | None = typer.Option(None, help="Expected batch size (units of privacy). Default by the number of records."),
     steps: int | None = typer.Option(None, help="Number of steps. Default 30 epochs."),
-    lr: float | None = typer.Option(None, help="Learning rate. Default by optimizer and clipping bound."),
+    lr: float | None = typer.Option(None, help="Learning rate. Default by the noise of the whole run."),
     unit: str | None = typer.Option(None, help="Whose privacy: an array of the file, or what --unit-pattern/--unit-csv say."),
     unit_pattern: str | None = UNIT_PATTERN,
     unit_csv: str | None = UNIT_CSV,
