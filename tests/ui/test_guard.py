@@ -10,6 +10,7 @@ import pytest
 
 from erlangen.ui import Server
 from erlangen.ui.app import ASSETS
+from tests.ui.conftest import Client, started
 
 ADDRESSES = ["", "plotly.js", *(f"asset/{name}" for name in ASSETS), "api/runs", "api/run?name=first",
              "api/compare?name=first", "api/cost?sigma=1&rate=0.01&steps=10&delta=1e-5", "api/noise"]  # fmt: skip
@@ -115,3 +116,16 @@ def test_names_travel_as_data_not_as_markup(client, folder):
     for figure in client.json("api/compare", [("name", name), ("name", "first")])["figures"]:
         assert "<script" not in json.dumps(figure["plot"])  # plotly reads markup: escaped for it
     assert quote(name)  # and it can stand in an address
+
+
+def test_the_host_check_has_teeth(folder, monkeypatch):
+    """The broken twin: a server that takes any host name answers the request that the real one refuses."""
+    monkeypatch.setattr("erlangen.ui.app.HOSTS", ("*",))
+    server = Server(folder)
+    thread = started(server)
+    try:
+        assert Client(server).raw(f"/{server.token}/api/runs", host="evil.example")[0] == 200
+        assert Client(server).raw("/api/runs", host="evil.example")[0] == 403
+    finally:
+        server.stop()
+        thread.join(10)
