@@ -7,19 +7,16 @@ machine. All read bfloat16, float16 or float32 in channels-last order and comput
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
+import torch
 from torch import Tensor
-
-try:
-    import triton  # noqa: F401
-
-    HAS_TRITON = True
-except ImportError:  # pragma: no cover - depends on the machine
-    HAS_TRITON = False
 
 #: Triton runs kernels step by step in Python: for tests on machines without a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: Triton takes a while to import: only where its kernels can run
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
 #: use the kernels on any device: for tests under the interpreter
 FORCED = False
 
