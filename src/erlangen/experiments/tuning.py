@@ -56,8 +56,8 @@ def setting(config: TrainConfig, place: tuple[float, float]) -> TrainConfig:
         }
         return dataclasses.replace(config, lr=_digits(usual.lr * _between(RATES, u)), mechanism_options=options)
     bound = _digits(config.max_grad_norm * _between(BOUNDS, v))
-    usual = dataclasses.replace(config, max_grad_norm=bound).usual_rate()
-    return dataclasses.replace(config, max_grad_norm=bound, lr=_digits(usual * _between(RATES, u)))
+    rate = dataclasses.replace(config, max_grad_norm=bound).usual_rate()
+    return dataclasses.replace(config, max_grad_norm=bound, lr=_digits(rate * _between(RATES, u)))
 
 
 def _scaled(loss: Any, factor: float) -> Any:
