@@ -38,6 +38,8 @@ ALWAYS_NOT_COVERED = (
     "anything computed from the private data outside the listed releases (choice of architecture, hyper-parameters "
     "tuned on the same data, looking at the data)",
     "what the other records say about a person: differential privacy bounds the effect of one unit only",
+    "the fingerprint of the data: whoever holds all other records can test a guess of the last one against it; show it to "
+    "those who add up budgets, not to the public",
     "flaws of the hardware, the operating system and the libraries below, and timing",
 )
 
