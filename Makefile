@@ -7,7 +7,7 @@ CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint bench docs setup clean
+.PHONY: demo test test-all lint bench docs setup browser clean
 
 setup: $(READY)
 
@@ -27,6 +27,12 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# For the tests of reports in a real browser; where it cannot be installed they are skipped and say so.
+browser:
+	@command -v chromedriver >/dev/null 2>&1 || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		timeout 300 sh -c 'apt-get update -qq && apt-get install -y -qq chromium chromium-driver' >/dev/null 2>&1; } || \
+		echo "no browser here: install chromium and its driver for the browser tests"
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks

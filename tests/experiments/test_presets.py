@@ -121,3 +121,14 @@ def test_a_preset_runs_and_goes_on_where_it_stopped(tmp_path, toy, together):
 
 def test_small_parameters():
     assert near_zero([torch.tensor([0.0, 1.0]), torch.tensor([[1e-4], [-5.0]])]) == 0.5
+
+
+def test_a_table_split_by_data_stands_for_its_parts():
+    from erlangen.experiments.presets import parts
+
+    assert [p.name for p in parts("rep-table1")] == ["rep-table1"]
+    assert [p.name for p in parts("eq-table1")] == ["eq-table1", "eq-table1-cifar100"]
+    assert len(parts("eq-table3")) == 4
+    assert [p.name for p in parts("eq-tuned")] == ["eq-tuned"]  # a recipe and its trials are two things
+    with pytest.raises(ValueError, match="no preset is called 'eq-table9'"):
+        parts("eq-table9")

@@ -25,8 +25,12 @@ def reproduce(
     out: Path | None = typer.Option(None, help="Folder for the runs. Default runs/NAME."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Reproduce a table or figure: our result beside the paper's number, at the true (ε, δ)."""
-    from erlangen.experiments import preset, presets
+    """Reproduce a table or figure: our result beside the paper's number, at the true (ε, δ).
+
+    The name of a table that is split by data set (eq-table3) stands for all its parts.
+    """
+    from erlangen.experiments import presets
+    from erlangen.experiments.presets import parts
 
     if list_:
         rows = [
@@ -41,26 +45,37 @@ def reproduce(
         return
     if name is None:
         raise typer.BadParameter("give the name of a preset, or --list")
-    chosen: Any = preset(name)
-    if quick:
-        chosen = chosen.quick()
+    if seeds is not None and seeds < 1:
+        raise typer.BadParameter(f"seeds is {seeds}; give at least one")
+    chosen = [_narrowed(part, quick, only, seeds) for part in parts(name)]
+    if only is not None and not any(part.cells for part in chosen):
+        there = [cell.name for part in parts(name) for cell in part.cells]
+        raise typer.BadParameter(f"no cell of {name} contains {only!r}; there are {there}")
+    results = [_one(part, quick, dry_run, out, as_json) for part in chosen if part.cells]
+    if as_json:
+        typer.echo(json.dumps(results[0] if len(results) == 1 else {"preset": name, "parts": results}))
+
+
+def _narrowed(part: Any, quick: bool, only: str | None, seeds: int | None) -> Any:
+    part = part.quick() if quick else part
     if only is not None:
-        some = tuple(cell for cell in chosen.cells if only.lower() in cell.name.lower())
-        if not some:
-            raise typer.BadParameter(f"no cell of {name} contains {only!r}; there are {[c.name for c in chosen.cells]}")
-        chosen = dataclasses.replace(chosen, cells=some)
-    if seeds is not None:
-        if seeds < 1:
-            raise typer.BadParameter(f"seeds is {seeds}; give at least one")
-        chosen = dataclasses.replace(chosen, seeds=seeds)
+        part = dataclasses.replace(part, cells=tuple(c for c in part.cells if only.lower() in c.name.lower()))
+    return part if seeds is None else dataclasses.replace(part, seeds=seeds)
+
+
+def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool) -> dict[str, Any]:
+    """Run or price one preset; print it unless JSON was asked for."""
     if dry_run:
-        cells = chosen.privacy()
-        typer.echo(json.dumps({"preset": name, "cells": cells}) if as_json else "\n".join(map(_line, cells)))
-        return
-    folder = out or Path("runs") / (f"{name}-quick" if quick else name)
+        cells = part.privacy()
+        if not as_json:
+            typer.echo("\n".join(map(_line, cells)))
+        return {"preset": part.name, "cells": cells}
+    folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)
-    result = _run(chosen, folder, as_json)
-    typer.echo(json.dumps(result) if as_json else _table(result))
+    result = _run(part, folder, as_json)
+    if not as_json:
+        typer.echo(_table(result))
+    return result
 
 
 def _run(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:

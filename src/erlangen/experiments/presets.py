@@ -177,3 +177,12 @@ def preset(name: str) -> Preset | Measurement:
     if name not in known:
         raise ValueError(f"no preset is called {name!r}; there are {', '.join(known)}")
     return known[name]
+
+
+def parts(name: str) -> list[Preset | Measurement]:
+    """The preset of this name, or the parts of a table that is split by data set: ``eq-table3`` is ``eq-table3-…``."""
+    split = [p for p in presets() if p.name.startswith(f"{name}-")]
+    exact = [p for p in presets() if p.name == name]
+    if exact and not (split and "table" in name):
+        return exact
+    return exact + split or [preset(name)]
