@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,8 @@ def test_a_damaged_or_lone_ledger_is_said(tmp_path, trained):
 
 def test_mistakes(trained, tmp_path):
     source = trained.parent / "private.npz"
+    trained = shutil.copytree(trained, tmp_path / "run")
+    validate(trained, source, 1.0)  # from here on the run's validation ledger belongs to these records
     with pytest.raises(ConfigError, match="σ ≥ 0"):
         validate(trained, source, -1.0)
     with pytest.raises(ConfigError, match="delta is 2"):  # before anything is released
