@@ -23,10 +23,10 @@ demo: $(READY)
 		--set momentum=0 --set 'mechanism_options={"power": 0.5}' --out runs/demo --overwrite
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # For the tests of reports in a real browser; where it cannot be installed they are skipped and say so.
 browser:
