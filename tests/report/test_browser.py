@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from erlangen.report import build, read, write
+from tests.browsers import browser, needs_browser  # noqa: F401  (a fixture)
 from tests.report.conftest import FOLDER, SCRIPT
 
-BROWSER = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
-DRIVER = shutil.which("chromedriver")
-try:
-    import selenium
-except ImportError:
-    selenium = None
-
-pytestmark = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None or selenium is None,
-    reason="no browser here: install chromium, chromium-driver (Debian's names) and selenium to test the report in one",
-)
+pytestmark = needs_browser
 
 DRAWN = "return [...document.querySelectorAll('[data-figure]')].filter(e => e.querySelector('svg.main-svg')).length"
 FIGURES = "return document.querySelectorAll('[data-figure]').length"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")

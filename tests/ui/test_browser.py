@@ -6,42 +6,14 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from erlangen.training import TrainConfig, run
+from tests.browsers import browser, needs_browser  # noqa: F401  (a fixture)
 from tests.ui.conftest import SCRIPT, SMALL
 
-BROWSER = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
-DRIVER = shutil.which("chromedriver")
-try:
-    import selenium
-except ImportError:
-    selenium = None
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        BROWSER is None or DRIVER is None or selenium is None,
-        reason="no browser here: install chromium, chromium-driver (Debian's names) and selenium to test the page in one",
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+pytestmark = [pytest.mark.slow, needs_browser]
 
 
 def view(driver, address: str, width: int = 1200, dark: bool = False) -> None:
