@@ -7,7 +7,7 @@ import time
 import pytest
 
 from erlangen.report import build, read, write
-from tests.browsers import browser, needs_browser  # noqa: F401  (a fixture)
+from tests.browsers import needs_browser
 from tests.report.conftest import FOLDER, SCRIPT
 
 pytestmark = needs_browser

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from erlangen.training import TrainConfig, run
-from tests.browsers import browser, needs_browser  # noqa: F401  (a fixture)
+from tests.browsers import needs_browser
 from tests.ui.conftest import SCRIPT, SMALL
 
 pytestmark = [pytest.mark.slow, needs_browser]
