@@ -7,4 +7,4 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.browsers import browser  # noqa: E402, F401  (a fixture for every room of the tests)
+from tests.browsers import browser  # noqa: F401  (a fixture for every room of the tests)
