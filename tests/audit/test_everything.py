@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from collections import Counter
 
 import pytest
 
-from erlangen.audit import everything, static, trust
+from erlangen.audit import everything, kept, static, trust
 from erlangen.audit.everything import Everything, Row, Task, tasks
+from erlangen.audit.kept import Kept
 from erlangen.audit.markdown import page
 from erlangen.audit.table import audit_entry, entries, wanted
 from erlangen.audit.verdict import CONSISTENT, VIOLATED, failed, passed, unable
@@ -41,9 +43,62 @@ def test_tasks_are_complete_and_can_travel():
 def test_processes_share_the_work_without_changing_it():
     todo = [Task("zoo", k, 0.1, 0) for k, s in enumerate(zoo()) if s.kind == "clipping"][:2]
     silent = lambda what, done, total: None  # noqa: E731
-    alone = everything._alone(todo, silent)
-    assert everything._shared(todo, silent, 2) == alone
+    alone = everything._alone(todo, silent, Kept(None))
+    assert everything._shared(todo, silent, 2, Kept(None)) == alone
     assert all(result["name"] for result in alone)
+
+
+def counted(task, tell=None):
+    RAN.append(task)
+    return [passed("x", "flow", 3, {"limit": math.inf}), {"k": task.which}], 0.5
+
+
+RAN: list[Task] = []
+
+
+def test_a_sweep_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(everything, "timed", counted)
+    silent, file = lambda what, done, total: None, tmp_path / "parts" / "kept.jsonl"
+    todo = [Task("zoo", k, 0.1, 0) for k in range(3)]
+    RAN.clear()
+    first = everything._alone(todo[:2], silent, Kept(file))
+    file.write_bytes(file.read_bytes()[:-20])  # killed while the second line was written
+    again = everything._alone(todo, silent, Kept(file))
+    assert [todo[0], todo[1], todo[1], todo[2]] == RAN
+    assert again[:2] == first
+    assert again[0][0].facts["limit"] == math.inf
+    assert everything._alone(todo, silent, Kept(file)) == again
+    assert len(RAN) == 4
+    other = Task("zoo", 0, 0.1, 1)
+    assert other not in Kept(file)
+
+
+def test_results_of_other_sources_do_not_count(tmp_path, monkeypatch):
+    file, task, zoo_task = tmp_path / "kept.jsonl", Task("power", 1.0, 1.0, 0), Task("zoo", 0, 1.0, 0)
+    for each in (task, zoo_task):
+        Kept(file).add(each, {"epsilon": 1.0}, 0.1)
+    assert task in Kept(file)
+    assert zoo_task in Kept(file)
+    was = kept.fingerprint(True)
+    monkeypatch.setattr(kept, "fingerprint", lambda with_zoo: "changed" if with_zoo else was)
+    assert zoo_task not in Kept(file)
+
+
+def test_the_fingerprint_is_of_the_sources(tmp_path, monkeypatch):
+    package = tmp_path / "erlangen"
+    for name in ("__init__.py", "audit/zoo.py", "ui/app.py", "mechanisms/base.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("x = 1\n")
+    monkeypatch.setattr(kept.erlangen, "__file__", str(package / "__init__.py"))
+    compute = kept.fingerprint.__wrapped__
+    plain, with_zoo = compute(False), compute(True)
+    (package / "ui/app.py").write_text("x = 2\n")
+    assert (compute(False), compute(True)) == (plain, with_zoo)
+    (package / "audit/zoo.py").write_text("x = 2\n")
+    assert compute(False) == plain
+    assert compute(True) != with_zoo
+    (package / "mechanisms/base.py").write_text("x = 2\n")
+    assert compute(False) != plain
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,24 @@
 """`erlangen audit all`: the table of every mechanism, runs, the static audit, the zoo, and how far all that can be trusted.
 
-The work is a list of independent tasks, so that several processes can share it. The result does not depend on how many.
+The work is a list of independent tasks, so that several processes can share it. The result does not depend on how many, nor on
+whether the sweep was stopped in between (`kept`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from erlangen.audit import static, trust
+from erlangen.audit.kept import Kept
 from erlangen.audit.table import Entry, Tell, audit_entry, audit_opacus, wanted
 from erlangen.audit.verdict import CONFIDENCE, INCONCLUSIVE, VIOLATED, Finding, corrected, jsonable, unable
 
@@ -116,6 +120,11 @@ class Task:
     scale: float
     seed: int
 
+    @property
+    def key(self) -> str:
+        """Whatever decides the result, but for the sources."""
+        return f"{self.part} {self.which} scale {self.scale:g} seed {self.seed}"
+
     def __call__(self, tell: Tell = lambda what, done, total: None) -> Any:
         which, scale, seed = self.which, self.scale, self.seed
         if self.part == "rows":
@@ -156,10 +165,11 @@ def tasks(scale: float, seed: int) -> Iterator[Task]:
 
 
 def audit_everything(
-    scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None, jobs: int = 1
-) -> Everything:
-    todo = list(tasks(scale, seed))
-    done = _alone(todo, tell) if jobs == 1 else _shared(todo, tell, jobs)
+    scale: float = 1.0, seed: int = 0, tell: Tell = lambda what, done, total: None, jobs: int = 1, keep: Path | None = None
+) -> Everything:  # fmt: skip
+    """The whole sweep. ``keep`` is a file of finished tasks: those in it are not done again, and every new one is added."""
+    todo, kept = list(tasks(scale, seed)), Kept(keep)
+    done = _alone(todo, tell, kept) if jobs == 1 else _shared(todo, tell, jobs, kept)
     of: Callable[[str], list[Any]] = lambda part: [r for task, r in zip(todo, done) if task.part == part]  # noqa: E731
     joined: Callable[[str], list[Any]] = lambda part: list(chain.from_iterable(of(part)))  # noqa: E731
     rows = [Row(entry, finding) for entry, finding in zip(wanted(), corrected(of("rows")))]
@@ -170,20 +180,25 @@ def audit_everything(
     )  # fmt: skip
 
 
-def _alone(todo: list[Task], tell: Tell) -> list[Any]:
-    out = []
+def _alone(todo: list[Task], tell: Tell, kept: Kept) -> list[Any]:
     for k, task in enumerate(todo):
         tell(f"{task.part} {k + 1} of {len(todo)}", 0, 1)
-        out.append(task(tell))
-    return out
+        if task not in kept:
+            kept.add(task, *timed(task, tell))
+    return [kept[task] for task in todo]
 
 
-def _shared(todo: list[Task], tell: Tell, jobs: int) -> list[Any]:
+def _shared(todo: list[Task], tell: Tell, jobs: int, kept: Kept) -> list[Any]:
     """By ``jobs`` fresh processes: a forked one would share the threads and the random state of this one."""
+    missing = [task for task in todo if task not in kept]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(task): k for k, task in enumerate(todo)}
-        out: list[Any] = [None] * len(todo)
+        futures = {pool.submit(timed, task): task for task in missing}
         for count, future in enumerate(as_completed(futures)):
-            out[futures[future]] = future.result()
-            tell("tasks", count + 1, len(todo))
-    return out
+            kept.add(futures[future], *future.result())
+            tell("tasks", len(todo) - len(missing) + count + 1, len(todo))
+    return [kept[task] for task in todo]
+
+
+def timed(task: Task, tell: Tell = lambda what, done, total: None) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return task(tell), time.perf_counter() - start

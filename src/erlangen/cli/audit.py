@@ -157,6 +157,7 @@ def everything(
     out: Path | None = typer.Option(None, help="Also write the page (docs/results/audit.md) here."),
     scale: float = typer.Option(1.0, help="Fraction of the default number of trials."),
     jobs: int = typer.Option(1, help="Processes that share the work; the result does not depend on it."),
+    keep: Path | None = typer.Option(None, help="Keep finished parts in this file, and go on from what is in it."),
     seed: int = SEED,
     as_json: bool = JSON,
 ) -> None:
@@ -169,7 +170,7 @@ def everything(
     if jobs < 1:
         raise typer.BadParameter(f"jobs is {jobs}; give the number of processes, at least 1")
     with _bar("auditing everything", as_json) as tick:
-        results = audit_everything(scale, seed, lambda what, done, total: tick(done, total, what), jobs)
+        results = audit_everything(scale, seed, lambda what, done, total: tick(done, total, what), jobs, keep)
     text, result = page(results), results.to_json()
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
