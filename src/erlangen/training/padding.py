@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -62,7 +63,8 @@ class PaddedBatches:
 
     def draw(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """The table of ``steps`` steps, and how many of its passes belong to each step (at least one)."""
-        batches = [draw(steps) for draw in self.draws]
+        with ThreadPoolExecutor(min(8, len(self.draws))) as pool:  # numpy draws without the interpreter's lock
+            batches = list(pool.map(lambda draw: draw(steps), self.draws))
         sizes = np.array([[len(batch) for batch in member] for member in batches])
         passes = np.maximum(1, -(-sizes.max(0) // self.rows))
         first = np.concatenate([[0], np.cumsum(passes)[:-1]])

@@ -123,6 +123,13 @@ class Stack:
             target.copy_(value)
             self._written.add(name)
 
+    def place(self, name: str) -> Tensor | None:
+        """Where the rows' gradients of a parameter go, [E·P, *shape], to be written by the caller; None if some are there."""
+        if name in self._written:
+            return None
+        self._written.add(name)
+        return self.gradients.flatten(0, 1)[:, self._slices[name]].unflatten(1, self.shapes[name])
+
     def backward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Per-row gradients [E, P, d] of the cross-entropy; the matrix is overwritten by the next call."""
         self._written.clear()

@@ -33,7 +33,11 @@ class StackedLinear(StackedLayer):
     def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
         x, weight = saved
         a, d = (t.to(weight.dtype).reshape(x.shape[0], -1, t.shape[-1]) for t in (x, cotangent))
-        self.record("weight", torch.bmm(d.mT, a))
+        place = self.stack.place(self.names["weight"]) if "weight" in self.names and a.shape[1] == 1 else None
+        if place is None:
+            self.record("weight", torch.bmm(d.mT, a))
+        else:  # an outer product, written once and where it belongs
+            torch.mul(d.mT, a, out=place)
         self.record("bias", d.sum(1))
         if not wants_input:
             return None

@@ -70,10 +70,10 @@ class StackedRelease(ABC):
         """Rows [E, P, d] that are ``present`` [E, P]; one that is not finite contributes exactly zero."""
         norms = self.norms(gradients)
         drop = ~(present & torch.isfinite(norms))
-        weights = self.row_weights(norms, drop)
-        # not a matrix product: one in reduced precision would round the weights past the bound
-        clipped = (gradients * weights[..., None]).masked_fill_(drop[..., None], 0.0)
-        total.add_(clipped.sum(1))
+        weights = self.row_weights(norms, drop).masked_fill(drop, math.nan)
+        # Not a matrix product: one in reduced precision would round the weights past the bound. A row that is dropped is
+        # all NaN, which nansum takes for zero; no other row can hold one. Two passes over the gradients.
+        total.add_((gradients * weights[..., None]).nansum(1))
 
     def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
         return self.weights(norms)
@@ -121,7 +121,7 @@ class StackedGaussian(StackedRelease):
                     matrix = self.frames[name][0]
                     rows = part.reshape(part.shape[0], -1, matrix.shape[1])
                     part = (rows @ matrix).view(part.shape)
-                squared += part.square().sum(2)
+                squared += torch.linalg.vector_norm(part, dim=2).square()
         return squared.sqrt()
 
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
