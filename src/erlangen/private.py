@@ -284,7 +284,7 @@ def prepare(
     joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}")
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
-    tape.metric = built.metric
+    tape.metric, tape.private_sizes = built.metric, poisson_sampling
     if apart:
         sharded.record_gathered(module, tape)
         if check:

@@ -110,7 +110,7 @@ class RecordTap:
         tape.clear()
         tape.rows = RowMap.regular(len(rows))
         with torch.enable_grad():
-            session.criterion(session.model(self.x[rows]), self.y[rows]).backward()
+            (session.criterion(session.model(self.x[rows]), self.y[rows]) * len(rows)).backward()  # its tape adds up
         self.mechanism.accumulate(tape.gradients())
 
     def _score(self, y: Tensor, own: Tensor, present: Tensor) -> None:

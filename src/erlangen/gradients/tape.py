@@ -29,6 +29,12 @@ _OTHER_BATCH = (
     "and optimizer.step() before the next batch is drawn."
 )
 
+_ROUNDED_MEAN = (
+    "loss_reduction is 'mean' and gradients are {dtype}: a mean divides by how many rows were drawn, so that one record more or "
+    "less rounds the gradients of all others anew, by far more than a clipping bound in large batches. Let the loss add up "
+    "(reduction='sum') and say so: loss_reduction='sum'."
+)
+
 Pieces = Callable[[tuple[Tensor, ...], Tensor, int], Iterable[tuple[Tensor, Piece]]]
 Metric = Callable[[str], Weight]
 
@@ -151,6 +157,8 @@ class Tape:
         self.parameters = dict(parameters)
         self.loss_reduction, self.strategy, self.batch_first = loss_reduction, strategy, batch_first
         self.metric: Metric = euclidean
+        #: whether how many rows a batch has is as private as who they are (Poisson sampling without padding)
+        self.private_sizes = False
         self.rows: RowMap | None = None
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._ignored: set[int] = set()
@@ -207,6 +215,7 @@ class Tape:
         if use.batch != self.batch:
             raise RuntimeError(_OTHER_BATCH)
         self._begin()
+        self._refuse_rounded(cotangent, self.loss_reduction)
         if use.batch_dim:
             saved = tuple(s.movedim(use.batch_dim, 0) for s in saved)
             cotangent = cotangent.movedim(use.batch_dim, 0)
@@ -232,6 +241,7 @@ class Tape:
             raise RuntimeError(_OTHER_BATCH)
         self._begin()
         for parameter, g in per_row.items():
+            self._refuse_rounded(g, self.loss_reduction)
             if id(parameter) in self._ignored:
                 continue
             if id(parameter) not in self._names:
@@ -255,13 +265,20 @@ class Tape:
             self._scheduled = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    def _refuse_rounded(self, cotangent: Tensor, reduction: str) -> None:
+        """A 16-bit cotangent of a mean is c/B rounded to eight bits or so: it depends on B, and B on every record."""
+        padded = self.rows is not None and self.rows.valid is not None
+        if self.private_sizes and reduction == "mean" and cotangent.element_size() == 2 and not padded:
+            raise RuntimeError(_ROUNDED_MEAN.format(dtype=str(cotangent.dtype).removeprefix("torch.")))
+
     def _choose(self, name: str, piece: Piece) -> Piece:
         """Form the gradients now where that is cheaper; elsewhere keep what they are made of."""
         if isinstance(piece, Dense) or self.strategy == "norms-first":
             return piece
         weight = self.metric(name)
         tied_to_vectors = callable(weight) and not isinstance(weight, Tensor)
-        if self.strategy == "materialise" or tied_to_vectors or piece.prefers_dense:
+        dear = piece.prefers_dense or (weight is not None and piece.euclidean_only)
+        if self.strategy == "materialise" or tied_to_vectors or dear:
             return piece.formed()
         return piece
 

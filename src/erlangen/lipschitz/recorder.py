@@ -62,7 +62,7 @@ class Recorder(Tape):
     ) -> None:
         strategy = "norms-first" if mode == "pieces" else plain.strategy
         super().__init__(plain.parameters, "sum", strategy, plain.batch_first)
-        self._ignored, self.metric = plain._ignored, plain.metric
+        self._ignored, self.metric, self.private_sizes = plain._ignored, plain.metric, plain.private_sizes
         self.reduction, self.loss_constant = plain.loss_reduction, loss_constant
         self.before_forward, self.mode = before_forward, mode
 
@@ -114,6 +114,7 @@ class Recorder(Tape):
                 "of the network (views of a record belong into its row map), and call backward() once per step."
             )
         self._begin()
+        self._refuse_rounded(cotangent, self.reduction)
         self._leaves, self._owners = leaves, owners
         precise = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))  # rounded once, at the end
         whole = precise * cotangent.shape[0] if self.reduction == "mean" else precise

@@ -75,7 +75,7 @@ class Importance:
         tape.clear()
         tape.rows = RowMap.of(owner) if session.units.grouped else RowMap.regular(len(rows))
         index = rows.to(session.device)
-        F.cross_entropy(session.model(session.x[index]), session.y[index]).backward()
+        F.cross_entropy(session.model(session.x[index]), session.y[index], reduction="sum").backward()
         with torch.no_grad():
             squared = tape.gradients().norms_squared(session.training.mechanism.metric)
         tape.clear()

@@ -144,7 +144,7 @@ class Session:
         mechanism = make_mechanism(config.mechanism, context)
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         mechanism.bind(parameters, config.batch)
-        tape = Tape(parameters, "mean", config.strategy)
+        tape = Tape(parameters, "sum", config.strategy)
         tape.metric = mechanism.metric
         training = PrivateTraining(
             self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser, self.workers
@@ -185,7 +185,8 @@ class Session:
             weighted = self.importance.loss if self.importance else lambda out, y, _: self.criterion(out, y)
             with self._precision():
                 loss = weighted(self.model(self._laid_out(x)), labels, owner)
-            loss.backward()
+            # the sum over rows: what a mean divides by changes with one record, and with it every other record's rounding
+            (loss * len(x)).backward()
             if self.judge is not None and k == len(parts) - 1:
                 self.judge.step()
             else:
