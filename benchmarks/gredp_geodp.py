@@ -3,10 +3,13 @@
     python benchmarks/gredp_geodp.py --data FOLDER --out frequency.json --budget 280
     python benchmarks/gredp_geodp.py --data FOLDER --out frequency.json --budget 280 --resume
 
-FOLDER holds mnist.npz. Every method gets the same number of tuning trials (learning rate × C, momentum 0 or 0.9) on a
+FOLDER holds mnist.npz. Every method gets the same number of tuning trials (step length × C × momentum 0 or 0.9) on a
 split of the *training* set, then all seeds on the whole of it; the test set is read once. Methods of one family train
-together as an ensemble. Finished runs are written as they come; what is left is done with --resume. Needs torch and
-numpy; noise multipliers are stored below, so that no accountant is needed (``--epsilon`` adds the true ε afterwards).
+together as an ensemble; runs of one seed start from the same weights and draw the same batches, with noise of their own.
+Finished runs are written as they come; what is left is done with --resume. Needs torch and numpy; noise multipliers are
+stored in gredp_geodp_tasks.py, so that no accountant is needed (``--epsilon`` adds the true ε afterwards). More tasks:
+GReDP's Table 3 and Figures 3 to 5 for LeNet-5, Model-3 on CIFAR-10. ``--processes 4`` trains runs one by one on CPU cores:
+for logistic regression.
 """
 
 from __future__ import annotations
@@ -20,97 +23,24 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from gredp_geodp_tasks import DEFAULT, TASKS, Pick, Task, shortened
 
 from erlangen.data import Dataset, load
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
 
-Options = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One table: the runs' common options, σ of its settings, and its methods by family (one ensemble each)."""
-
-    name: str
-    common: Options
-    sigmas: dict[str, float]
-    #: name → (family, options, the settings it runs in)
-    methods: dict[str, tuple[str, Options, tuple[str, ...]]]
-    #: step lengths lr·C/(1 − momentum) that are tried
-    lengths: tuple[float, ...]
-    bounds: tuple[float, ...]
-    #: rows of a member in memory at a time
-    rows: int | None = None
-    momenta: tuple[float, ...] = (0.0, 0.9)
-
-
-# σ of ε = 1 (PLD) for 1,200 steps at q = 500/60,000; σ of a *claimed* ε = 1 by RDP; see ``--epsilon``
-TRUE, CLAIMED = 1.3213, 1.4101
-PUBLISHED = ("claimed",)
-SOUND = ("true",)
-CIRCULANT: Options = {"model_options": {"circulant": 4}}
-
-LENET = Task(
-    "gredp-table1",
-    {"data": "mnist", "model": "lenet", "batch": 500, "steps": 1200, "delta": 1e-5, "ema": 0.99},
-    {"true": TRUE, "claimed": CLAIMED},
-    {
-        "DP-SGD": ("dense", {}, SOUND),
-        "Spectral-DP": ("dense", {"mechanism": "spectral", "mechanism_options": {"ratio": 0.5}}, SOUND),
-        "GReDP": ("dense", {"mechanism": "gredp"}, SOUND),
-        "GReDP as published": ("dense", {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}, PUBLISHED),
-        "AUTO-S": ("auto-s", {"clipping": "auto-s"}, SOUND),
-        "DP-SGD, circulant": ("circulant", CIRCULANT, SOUND),
-        "Spectral-DP, circulant": (
-            "circulant", {"mechanism": "spectral", "mechanism_options": {"ratio": 0.5}, **CIRCULANT}, SOUND,
-        ),
-        "GReDP, circulant": ("circulant", {"mechanism": "gredp", **CIRCULANT}, SOUND),
-        "GReDP as published, circulant": (
-            "circulant", {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}, **CIRCULANT}, PUBLISHED,
-        ),
-    },
-    lengths=(0.25, 0.5, 1.0, 2.0),
-    bounds=(0.1, 1.0),
-)  # fmt: skip
-
-
-def geodp(name: str, common: Options, sigmas: dict[str, float], betas: tuple[float, ...], **options: Any) -> Task:
-    """DP against GeoDP: as published for each β, and the sound forms."""
-    every = tuple(sigmas)
-    methods: dict[str, tuple[str, Options, tuple[str, ...]]] = {
-        "DP": ("flat", {}, every),
-        "DP+AUTO-S": ("auto-s", {"clipping": "auto-s"}, every),
-        "DP+PSAC": ("psac", {"clipping": "psac"}, every),
-        "direction": ("direction", {"mechanism": "geodp"}, every),
-        "shrink": ("direction", {"mechanism": "geodp", "mechanism_options": {"form": "shrink"}}, every),
-    }
-    for beta in betas:
-        published = {"mechanism": "geodp", "mechanism_options": {"as_published": True, "beta": beta}}
-        methods[f"GeoDP as published β={beta:g}"] = ("published", published, every)
-    return Task(name, {"data": "mnist", "delta": 1e-5, "ema": 0.0, **common}, sigmas, methods, **options)
-
-
-TABLE_2 = geodp(
-    "geodp-table2", {"model": "geodp-cnn", "batch": 16384, "steps": 73}, {"σ=10": 10.0, "σ=1": 1.0}, (0.1,),
-    lengths=(0.3, 0.8, 2.0), bounds=(0.1, 1.0), rows=1024, momenta=(0.0, 0.9),
-)  # fmt: skip
-FIGURE_5 = geodp(
-    "geodp-fig5", {"model": "logistic", "batch": 4096, "steps": 350}, {"σ=10": 10.0, "σ=1": 1.0}, (1.0, 0.5),
-    lengths=(0.1, 0.4, 1.6), bounds=(0.1,), rows=1024, momenta=(0.0, 0.9),
-)  # fmt: skip
-TASKS = {task.name: task for task in (LENET, TABLE_2, FIGURE_5)}
-
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: a method in a setting, with its learning rate, bound, momentum and seed."""
+    """One run: a method in a setting, with its step length, bound, momentum and seed."""
 
     task: str
     method: str
@@ -124,15 +54,14 @@ class Trial:
     def key(self) -> list[Any]:
         return [self.task, self.method, self.setting, self.length, self.bound, self.momentum, self.seed]
 
+    @property
+    def pair(self) -> str:
+        """The runs that share initial weights and batches."""
+        return f"{self.task} {self.setting.removesuffix(' true').removesuffix(' claimed')} {self.seed}"
+
     def config(self, device: str) -> TrainConfig:
-        task = TASKS[self.task]
-        _, options, _ = task.methods[self.method]
-        own = {**task.common, **options}
-        return TrainConfig(
-            **own, epsilon=None, noise_multiplier=task.sigmas[self.setting], max_grad_norm=self.bound,
-            momentum=self.momentum, lr=self.length / self.bound * (1 - self.momentum), seed=self.seed, device=device,
-            evaluations=1,
-        )  # fmt: skip
+        pick = (self.length, self.bound, self.momentum)
+        return TASKS[self.task].config(self.method, self.setting, pick, self.seed, device)
 
 
 class OutOfTime(Exception):
@@ -146,42 +75,46 @@ class Bench:
         again = options.resume and options.out.exists()
         self.result: dict[str, Any] = json.loads(options.out.read_text()) if again else {"tuning": [], "runs": []}
         self.before = self.result.get("seconds", 0.0)
-        self.data = load("mnist")
         self.device = options.device
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def split(self) -> Dataset:
-        """The training set without its last twelfth, which stands in for the test set."""
-        d, held = self.data, len(self.data) // 12
-        return replace(
-            d, x_train=d.x_train[:-held], y_train=d.y_train[:-held], x_test=d.x_train[-held:], y_test=d.y_train[-held:]
-        )
-
-    def run(self, phase: str, trials: list[Trial], data: Dataset) -> None:
+    def run(self, phase: str, trials: list[Trial]) -> None:
         """Train what is not known yet, a family at a time, and write it down."""
         done = {json.dumps(row["key"]) for row in self.result[phase]}
         left = [t for t in trials if json.dumps(t.key) not in done]
-        for (task, family), members in families(left).items():
-            for part in batched(members, self.options.members):
-                if time.perf_counter() - self.started > self.options.budget:
-                    raise OutOfTime
+        if self.options.processes:
+            self.run_apart(phase, left)
+            return
+        for (name, family), members in families(left).items():
+            task = TASKS[name]
+            data = dataset(str(task.common["data"]), phase, bool(self.options.steps))
+            for part in batched(members, task.members or self.options.members):
+                self.in_time()
                 started = time.perf_counter()
-                configs = [self.shortened(t.config(self.device)) for t in part]
-                rows = None if self.options.steps else TASKS[task].rows
-                ids = ["-".join(map(str, t.key)) for t in part]
-                ensemble = self.trained(configs, data, ids, rows)
-                scores = ensemble.evaluate()
+                scores = self.trained(task, part, data).evaluate()
                 seconds = time.perf_counter() - started
-                for trial, score in zip(part, scores, strict=True):
-                    self.result[phase].append({"key": trial.key, **score})
-                self.save()
-                print(f"{phase} {task} {family}: {len(part)} runs in {seconds:.1f} s", flush=True)
+                self.keep(phase, part, scores)
+                print(f"{phase} {name} {family}: {len(part)} runs in {seconds:.1f} s", flush=True)
 
-    def trained(self, configs: list[TrainConfig], data: Dataset, ids: list[str], rows: int | None) -> Ensemble:
-        """By replayed CUDA graphs; once a capture has failed, by single launches."""
+    def in_time(self) -> None:
+        if time.perf_counter() - self.started > self.options.budget:
+            raise OutOfTime
+
+    def keep(self, phase: str, trials: list[Trial], scores: list[dict[str, float]]) -> None:
+        for trial, score in zip(trials, scores, strict=True):
+            self.result[phase].append({"key": trial.key, **score})
+        self.save()
+
+    def trained(self, task: Task, trials: list[Trial], data: Dataset) -> Ensemble:
+        """By replayed CUDA graphs; once a capture has failed, by single launches. Graphs are for small ensembles."""
         graph = not self.options.no_graph
-        ensemble = Ensemble(configs, data, run_ids=ids, rows=rows, graph=graph)
+        configs = [shortened(t.config(self.device), self.options.steps) for t in trials]
+        options: dict[str, Any] = {
+            "run_ids": [t.pair for t in trials], "rows": None if self.options.steps else task.rows,
+            "precision": getattr(torch, task.precision) if task.precision else None,
+        }  # fmt: skip
+        ensemble = Ensemble(configs, data, graph=graph, **options)
         try:
             ensemble.run()
         except RuntimeError as error:
@@ -189,13 +122,18 @@ class Bench:
                 raise
             print(f"CUDA graphs do not work here ({str(error)[:200]}); launching one by one", flush=True)
             self.options.no_graph = True
-            ensemble = Ensemble(configs, data, run_ids=ids, rows=rows, graph=False)
+            ensemble = Ensemble(configs, data, graph=False, **options)
             ensemble.run()
         return ensemble
 
-    def shortened(self, config: TrainConfig) -> TrainConfig:
-        o = self.options
-        return replace(config, steps=o.steps, batch=min(config.batch, 64)) if o.steps else config
+    def run_apart(self, phase: str, trials: list[Trial]) -> None:
+        from erlangen.experiments.pool import Pool
+
+        for part in batched(trials, 8 * self.options.processes):
+            self.in_time()
+            jobs = [(trial, phase, self.options.steps) for trial in part]
+            for (trial, *_), scores in Pool(self.options.processes).run(one, jobs):
+                self.keep(phase, [trial], [scores])
 
     def save(self) -> None:
         self.result["seconds"] = self.before + time.perf_counter() - self.started
@@ -212,20 +150,14 @@ class Bench:
 
     def tune(self, task: Task) -> None:
         seeds = range(1000, 1000 + self.options.tune_seeds)
-        trials = [
-            Trial(task.name, method, setting, length, bound, momentum, seed)
-            for method, (_, _, settings) in task.methods.items()
-            for setting in settings
-            for length in task.lengths
-            for bound in task.bounds
-            for momentum in task.momenta
-            for seed in seeds
-        ]
-        self.run("tuning", trials, self.split())
+        self.run("tuning", [
+            Trial(task.name, method, setting, *pick, seed)
+            for method in task.methods for setting in task.where(method) for pick in task.grid for seed in seeds
+        ])  # fmt: skip
 
-    def best(self, task: Task, method: str, setting: str, momentum: float | None = None) -> tuple[float, float, float]:
-        """(length, bound, momentum) with the best held-out accuracy, the mean over tuning seeds."""
-        found: dict[tuple[float, float, float], list[float]] = {}
+    def best(self, task: Task, method: str, setting: str, momentum: float | None = None) -> Pick:
+        """The pick with the best held-out accuracy, the mean over tuning seeds."""
+        found: dict[Pick, list[float]] = {}
         for row in self.result["tuning"]:
             name, m, s, length, bound, mu, _ = row["key"]
             if (name, m, s) == (task.name, method, setting) and momentum in (None, mu):
@@ -234,15 +166,15 @@ class Bench:
 
     def measure(self, task: Task) -> None:
         trials = []
-        for method, (_, _, settings) in task.methods.items():
-            for setting in settings:
-                picks = {self.best(task, method, setting), self.best(task, method, setting, 0.0)}
+        for method in task.methods:
+            for setting in task.where(method):
+                tuned = {self.best(task, method, setting), self.best(task, method, setting, 0.0)} if task.grid else ()
                 trials += [
                     Trial(task.name, method, setting, *pick, seed)
-                    for pick in picks
+                    for pick in sorted({*tuned, *task.picks})
                     for seed in range(self.options.seeds)
                 ]
-        self.run("runs", trials, self.data)
+        self.run("runs", trials)
 
     def main(self) -> None:
         try:
@@ -258,10 +190,34 @@ class Bench:
         show(self.result)
 
 
+@lru_cache(maxsize=2)
+def dataset(name: str, phase: str, short: bool = False) -> Dataset:
+    """For tuning, the training set without its last twelfth, which stands in for the test set."""
+    d = load(name)
+    if phase == "tuning":
+        n = len(d) - len(d) // 12
+        d = replace(d, x_train=d.x_train[:n], y_train=d.y_train[:n], x_test=d.x_train[n:], y_test=d.y_train[n:])
+    assert d.x_test is not None
+    assert d.y_test is not None
+    return replace(d, x_test=d.x_test[:200], y_test=d.y_test[:200]) if short else d
+
+
+def one(job: tuple[Trial, str, int]) -> dict[str, float]:
+    """One run in this process. Its streams carry its whole name: it shares none with another."""
+    from erlangen.training.session import Session
+
+    trial, phase, steps = job
+    config = shortened(replace(trial.config("cpu"), max_physical_batch=1024), steps)
+    session = Session(config, dataset(config.data, phase, bool(steps)), "-".join(map(str, trial.key)))
+    while session.step_count < session.config.steps:
+        session.step()
+    return session.evaluate()
+
+
 def families(trials: list[Trial]) -> dict[tuple[str, str], list[Trial]]:
     found: dict[tuple[str, str], list[Trial]] = {}
     for t in trials:
-        found.setdefault((t.task, TASKS[t.task].methods[t.method][0]), []).append(t)
+        found.setdefault((t.task, TASKS[t.task].shape(t.method, t.setting)), []).append(t)
     return found
 
 
@@ -295,7 +251,7 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None, "paired": {
                     f"{rival} momentum {key[2]:g}": gap(values, other)
                     for rival in RIVALS if rival != method
-                    for key, other in cells.get((name, setting if rival != "DP-SGD" else "true", rival), {}).items()
+                    for key, other in cells.get((name, setting.replace("claimed", "true"), rival), {}).items()
                 },
             })  # fmt: skip
     return rows
@@ -318,9 +274,10 @@ def true_epsilons(runs: list[dict[str, Any]]) -> dict[str, Any]:
         trial = Trial(*row["key"])
         name = f"{trial.task} | {trial.setting} | {trial.method}"
         if name not in found:
-            config = trial.config("cpu").settled(60_000)
+            records = {"mnist": 60_000, "cifar10": 50_000}[trial.config("cpu").data]
+            config = trial.config("cpu").settled(records)
             assert config.noise_multiplier is not None
-            event = step_event(config, config.noise_multiplier, 60_000)
+            event = step_event(config, config.noise_multiplier, records)
             spent = {m: epsilon([(event, config.steps)], 1e-5, m) for m in ("pld", "rdp")}  # type: ignore[arg-type]
             found[name] = {m: e if math.isfinite(e) else "inf" for m, e in spent.items()}
     return found
@@ -339,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with mnist.npz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", default=DEFAULT, choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tune-seeds", type=int, default=1)
     parser.add_argument("--members", type=int, default=48, help="runs trained at once")
@@ -348,7 +305,8 @@ def main() -> None:
     parser.add_argument(
         "--epsilon", action="store_true", help="add the true ε of what is in the file (needs dp_accounting)"
     )
-    parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--no-graph", action="store_true", help="large ensembles gain nothing by CUDA graphs")
+    parser.add_argument("--processes", type=int, default=0, help="runs one by one on so many CPU cores")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--device", default="auto")
     Bench(parser.parse_args()).main()

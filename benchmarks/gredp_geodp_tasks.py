@@ -1,0 +1,177 @@
+"""What `gredp_geodp.py` trains: the papers' tables as grids of methods, settings and steps.
+
+A *step length* is lr·C/(1 − momentum), what a run of clipped gradients moves; learning rates follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from erlangen.training.config import TrainConfig
+
+Options = dict[str, Any]
+#: (step length, C, momentum)
+Pick = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Options of a method, its ``family`` (what trains together) and the settings it runs in (all of them)."""
+
+    family: str
+    options: Options
+    settings: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One table. ``settings`` change the common options (σ at least); ``picks`` are measured as they are, a grid is tuned."""
+
+    name: str
+    common: Options
+    settings: dict[str, Options]
+    methods: dict[str, Method]
+    lengths: tuple[float, ...] = ()
+    bounds: tuple[float, ...] = ()
+    momenta: tuple[float, ...] = (0.0, 0.9)
+    picks: tuple[Pick, ...] = ()
+    #: rows of a member in memory at a time, and members at a time, where the default does not fit
+    rows: int | None = None
+    members: int | None = None
+    precision: str | None = None
+
+    @property
+    def grid(self) -> list[Pick]:
+        return [(length, bound, mu) for length in self.lengths for bound in self.bounds for mu in self.momenta]
+
+    def where(self, method: str) -> tuple[str, ...]:
+        return self.methods[method].settings or tuple(self.settings)
+
+    def shape(self, method: str, setting: str) -> str:
+        """What trains together: one family, and settings that differ in noise only."""
+        other = {k: v for k, v in self.settings[setting].items() if k != "noise_multiplier"}
+        return f"{self.methods[method].family} {other or ''}".strip()
+
+    def config(self, method: str, setting: str, pick: Pick, seed: int, device: str) -> TrainConfig:
+        length, bound, momentum = pick
+        own = {**self.common, **self.methods[method].options, **self.settings[setting]}
+        return TrainConfig(
+            **own, epsilon=None, delta=1e-5, max_grad_norm=bound, momentum=momentum, seed=seed, device=device,
+            lr=length / bound * (1 - momentum), evaluations=1,
+        )  # fmt: skip
+
+
+def noise(sigma: float, **options: Any) -> Options:
+    return {"noise_multiplier": sigma, **options}
+
+
+# -- GReDP ----------------------------------------------------------------------------------------------------------
+
+#: ε → σ of 1,200 steps at q = 500/60,000, δ = 1e-5: of that ε (PLD), and of a plain Gaussian's claim of it (RDP)
+SIGMAS = {0.5: (2.1938, 2.3769), 1.0: (1.3207, 1.4104), 1.5: (1.0451, 1.1167), 2.0: (0.9146, 0.9780)}
+#: B → the same at ε = 2 and ten epochs
+BATCH_SIGMAS = {256: (0.7863, 0.8552), 512: (0.9197, 0.9835), 1024: (1.1251, 1.1957), 2048: (1.4379, 1.5371)}
+#: Model-3 on CIFAR-10: ε = 2, 3,000 steps at q = 500/50,000
+MODEL_3_SIGMAS = (1.3137, 1.3943)
+
+SPECTRAL: Options = {"mechanism": "spectral", "mechanism_options": {"ratio": 0.5}}
+GREDP: Options = {"mechanism": "gredp"}
+PUBLISHED: Options = {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}
+CIRCULANT: Options = {"model_options": {"circulant": 4}}
+LENET: Options = {"data": "mnist", "model": "lenet", "batch": 500, "steps": 1200, "ema": 0.99}
+
+
+def dense(true: tuple[str, ...], claimed: tuple[str, ...]) -> dict[str, Method]:
+    return {
+        "DP-SGD": Method("dense", {}, true),
+        "Spectral-DP": Method("dense", SPECTRAL, true),
+        "GReDP": Method("dense", GREDP, true),
+        "GReDP as published": Method("dense", PUBLISHED, claimed),
+    }
+
+
+def table1(name: str, common: Options, sigmas: tuple[float, float], **options: Any) -> Task:
+    """Every method at equal true ε, and GReDP at its claim; dense and circulant."""
+    plain = dense(("true",), ("claimed",))
+    methods = {
+        **plain, "AUTO-S": Method("auto-s", {"clipping": "auto-s"}, ("true",)),
+        **{f"{n}, circulant": Method("circulant", {**m.options, **CIRCULANT}, m.settings) for n, m in plain.items()},
+    }  # fmt: skip
+    return Task(name, common, {"true": noise(sigmas[0]), "claimed": noise(sigmas[1])}, methods, **options)
+
+
+TABLE_1 = table1("gredp-table1", LENET, SIGMAS[1.0], lengths=(0.5, 1.0, 2.0), bounds=(0.1, 1.0))
+# bfloat16 products; clipping measures what is summed
+MODEL_3 = table1(
+    "gredp-model3", {"data": "cifar10", "model": "model3", "batch": 500, "steps": 3000, "ema": 0.99}, MODEL_3_SIGMAS,
+    picks=((1.0, 1.0, 0.9),), members=12, precision="bfloat16",
+)  # fmt: skip
+
+
+def levels(sigmas: dict[float, tuple[float, float]], label: str, **shapes: Any) -> dict[str, Options]:
+    found = {}
+    for value, (true, claimed) in sigmas.items():
+        other = {name: make(value) for name, make in shapes.items()}
+        found |= {
+            f"{label}={value:g} true": noise(true, **other),
+            f"{label}={value:g} claimed": noise(claimed, **other),
+        }
+    return found
+
+
+def ablation(name: str, settings: dict[str, Options], picks: tuple[Pick, ...]) -> Task:
+    """No tuning: what is varied is the table."""
+    true = tuple(s for s in settings if s.endswith("true"))
+    claimed = tuple(s for s in settings if s.endswith("claimed"))
+    return Task(name, LENET, settings, dense(true, claimed), picks=picks)
+
+
+TABLE_3 = ablation("gredp-table3", levels(SIGMAS, "ε"), ((1.0, 0.1, 0.9), (1.0, 1.0, 0.9)))
+BATCHES = ablation(
+    "gredp-fig4", levels(BATCH_SIGMAS, "B", batch=int, steps=lambda b: round(600_000 / b)), ((1.0, 1.0, 0.9),)
+)
+RATES = ablation(
+    "gredp-fig5", levels({2.0: SIGMAS[2.0]}, "ε"), tuple((lr * 10, 1.0, 0.9) for lr in (0.001, 0.01, 0.025, 0.05, 0.1))
+)
+
+
+# -- GeoDP ----------------------------------------------------------------------------------------------------------
+
+
+def geodp(name: str, common: Options, sigmas: tuple[float, ...], betas: tuple[float, ...], **options: Any) -> Task:
+    """DP against GeoDP: as published for each β, and the sound forms."""
+    methods = {
+        "DP": Method("flat", {}),
+        "DP+AUTO-S": Method("auto-s", {"clipping": "auto-s"}),
+        "DP+PSAC": Method("psac", {"clipping": "psac"}),
+        "direction": Method("direction", {"mechanism": "geodp"}),
+        "shrink": Method("direction", {"mechanism": "geodp", "mechanism_options": {"form": "shrink"}}),
+    }
+    for beta in betas:
+        published = {"mechanism": "geodp", "mechanism_options": {"as_published": True, "beta": beta}}
+        methods[f"GeoDP as published β={beta:g}"] = Method("published", published)
+    settings = {f"σ={sigma:g}": noise(sigma) for sigma in sigmas}
+    return Task(name, {"data": "mnist", "ema": 0.0, **common}, settings, methods, **options)
+
+
+TABLE_II = geodp(
+    "geodp-table2", {"model": "geodp-cnn", "batch": 16384, "steps": 73}, (10.0, 1.0), (0.1,),
+    lengths=(0.3, 0.8, 2.0), bounds=(0.1, 1.0), rows=1056,
+)  # fmt: skip
+FIGURE_5 = geodp(
+    "geodp-fig5", {"model": "logistic", "batch": 4096, "steps": 350}, (10.0, 1.0), (1.0, 0.5),
+    lengths=(0.1, 0.4, 1.6), bounds=(0.1,), rows=1096,
+)  # fmt: skip
+
+#: in the order in which they are worth running
+TASKS = {t.name: t for t in (TABLE_1, TABLE_II, FIGURE_5, TABLE_3, BATCHES, RATES, MODEL_3)}
+DEFAULT = ("gredp-table1", "geodp-table2", "geodp-fig5")
+
+
+def shortened(config: TrainConfig, steps: int) -> TrainConfig:
+    """So few steps of small batches."""
+    return replace(config, steps=steps, batch=min(config.batch, 32)) if steps else config
+
+
+__all__ = ["DEFAULT", "TASKS", "Method", "Options", "Pick", "Task", "shortened"]
