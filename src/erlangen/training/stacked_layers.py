@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
-import torch.nn.grad
 from torch import Tensor, nn
 from torch.func import vmap
 
@@ -197,11 +196,12 @@ class StackedConv(StackedLayer):
             flipped = taps.flip(1, 2).transpose(3, 4).reshape(e, -1, shape[1])
             dx = columns.view(e, -1, columns.shape[-1]) @ flipped
             return dx.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
-        kernel = taps.permute(0, 4, 3, 1, 2).flatten(0, 1)  # models become groups
-        beside = lambda t: t.unflatten(0, (e, -1)).transpose(0, 1).flatten(1, 2)  # noqa: E731
-        wide = (shape[0] // e, e * shape[1], *shape[2:])
-        dx = torch.nn.grad.conv2d_input(wide, kernel, beside(cotangent), k.stride, k.padding, k.dilation, e)
-        return dx.unflatten(1, (e, -1)).transpose(0, 1).flatten(0, 1)
+        # what every output sends to its window, then summed where windows overlap (models as groups of one convolution
+        # would be shorter, and slow)
+        d = cotangent.permute(0, 2, 3, 1).reshape(e, -1, outputs)
+        sent = d @ taps.permute(0, 4, 3, 1, 2).flatten(2)  # [E, P·T, C·k·k]
+        sent = sent.view(shape[0], -1, sent.shape[-1]).mT
+        return F.fold(sent, tuple(shape[2:]), k.size, k.dilation, k.padding, k.stride)
 
 
 def windows(x: Tensor, size: tuple[int, int], stride: int, padding: int, dilation: int) -> tuple[Tensor, tuple[int, int]]:
