@@ -29,19 +29,10 @@ def reproduce(
 
     The name of a table that is split by data set (eq-table3) stands for all its parts.
     """
-    from erlangen.experiments import presets
     from erlangen.experiments.presets import parts
 
     if list_:
-        rows = [
-            {"name": p.name, "paper": p.paper, "title": p.title, "cells": len(p.cells), "seeds": p.seeds}
-            for p in presets()
-        ]
-        typer.echo(
-            json.dumps({"presets": rows})
-            if as_json
-            else "\n".join(f"{r['name']:24} {r['paper']}: {r['title']}" for r in rows)
-        )
+        typer.echo(json.dumps(_listed()) if as_json else _list_text(_listed()))
         return
     if name is None:
         raise typer.BadParameter("give the name of a preset, or --list")
@@ -51,15 +42,48 @@ def reproduce(
     if only is not None and not any(part.cells for part in chosen):
         there = [cell.name for part in parts(name) for cell in part.cells]
         raise typer.BadParameter(f"no cell of {name} contains {only!r}; there are {there}")
-    results = [_one(part, quick, dry_run, out, as_json) for part in chosen if part.cells]
+    asked = [part for part in chosen if part.cells]
+    apart = out is not None and len(parts(name)) > 1  # parts have cells of the same name
+    results = [_one(p, quick, dry_run, out / p.name if out and apart else out, as_json) for p in asked]
     if as_json:
         typer.echo(json.dumps(results[0] if len(results) == 1 else {"preset": name, "parts": results}))
 
 
+def _listed() -> dict[str, Any]:
+    """One entry for every table and figure of the papers; what is ours stands beside them."""
+    from erlangen.experiments.presets import presets, tables
+
+    def row(name: str, members: list[Any]) -> dict[str, Any]:
+        first = members[0]
+        return {
+            "name": name, "paper": first.paper if len(members) == 1 else first.paper.split(",")[0].rstrip(")") + ")",
+            "title": first.title if len(members) == 1 else f"in {len(members)} parts, one for each data set",
+            "cells": sum(len(p.cells) for p in members), "seeds": first.seeds,
+            "data": sorted({d for p in members for d in p.data()}), "parts": [p.name for p in members],
+        }  # fmt: skip
+
+    return {
+        "presets": [row(name, members) for name, members in tables().items()],
+        "beside": [row(p.name, [p]) for p in presets() if p.beside],
+    }
+
+
+def _list_text(listed: dict[str, Any]) -> str:
+    from erlangen.experiments.presets import preset
+
+    lines = []
+    for heading, rows in (("", listed["presets"]), ("Ours, beside the papers' tables and figures:", listed["beside"])):
+        lines += ["", heading] if heading else []
+        for r in rows:
+            lines.append(f"{r['name']:22} {r['paper']}: {r['title']}")
+            lines += [f"  {part:20} {preset(part).title}" for part in r["parts"] if len(r["parts"]) > 1]
+    return "\n".join(lines)
+
+
 def _narrowed(part: Any, quick: bool, only: str | None, seeds: int | None) -> Any:
-    part = part.quick() if quick else part
     if only is not None:
         part = dataclasses.replace(part, cells=tuple(c for c in part.cells if only.lower() in c.name.lower()))
+    part = part.quick() if quick else part
     return part if seeds is None else dataclasses.replace(part, seeds=seeds)
 
 
@@ -72,7 +96,7 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool)
         return {"preset": part.name, "cells": cells}
     folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)
-    result = _run(part, folder, as_json)
+    result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json)
     if not as_json:
         typer.echo(_table(result))
     return result
@@ -87,6 +111,18 @@ def _run(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
     with Progress(console=Console(file=sys.stderr), disable=quiet) as progress:
         task = progress.add_task(chosen.name, total=len(chosen.cells) * chosen.seeds)
         return run_preset(chosen, folder, watch=lambda *_: progress.advance(task))
+
+
+def _first_look(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
+    """A quick run, on made-up images where the data is not at hand; the result says both."""
+    from erlangen.experiments.quick import said, stand_ins
+
+    with stand_ins() as used:
+        result = _run(chosen, folder, quiet)
+    result["quick"], result["stand_ins"] = True, sorted(used)
+    result["note"] = ". ".join(filter(None, (result["note"], said(used))))
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def _line(cell: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ def register_dataset(name: str) -> Callable[[Callable[[], Dataset]], Callable[[]
         return loader
 
     return add
+
+
+@contextmanager
+def replaced_datasets(loaders: Mapping[str, Callable[[], Dataset]]) -> Iterator[None]:
+    """Other loaders for these names, until the end of the block."""
+    before = dict(_DATASETS)
+    _DATASETS.update(loaders)
+    try:
+        yield
+    finally:
+        for name in loaders:
+            _DATASETS.pop(name, None)
+            if name in before:
+                _DATASETS[name] = before[name]
 
 
 def datasets() -> list[str]:

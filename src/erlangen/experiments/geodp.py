@@ -156,6 +156,7 @@ register_preset(
         ),
         {"item_a": "η²(‖g*‖² − ‖g‖²)", "item_b": "2η⟨g* − g, w* − w⟩", "difference": "A + B; below 0 the noisy step is better"},
         note="w* is 150 steps of full gradient descent with momentum; the clean step is the clipped average of the same batch.",
+        beside=True,
     )
 )  # fmt: skip
 

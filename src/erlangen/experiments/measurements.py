@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from erlangen.experiments.presets import spread
+
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
@@ -64,11 +66,16 @@ class Measurement:
     units: Mapping[str, str]
     seeds: int = 10
     note: str = ""
+    #: ours, beside the paper's own tables and figures
+    beside: bool = False
+
+    def data(self) -> list[str]:
+        """The data sets that its points name; a figure of releases says in its note what it looks at."""
+        return sorted({point.options["data"] for point in self.cells if "data" in point.options})
 
     def quick(self) -> Measurement:
         """One seed at a few small points: shows that it runs. It is no result, and says so."""
-        kept = self.cells[:: max(1, len(self.cells) // 12)]
-        cells = tuple(dataclasses.replace(p, options={**p.options, **p.quick}) for p in kept)
+        cells = tuple(dataclasses.replace(p, options={**p.options, **p.quick}) for p in spread(self.cells))
         return dataclasses.replace(self, cells=cells, seeds=1, note="QUICK: few and small points, one seed; no result")
 
     def privacy(self) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from erlangen.training.config import TrainConfig
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "mnist": ((1, 28, 28), 10), "fashion_mnist": ((1, 28, 28), 10), "cifar10": ((3, 32, 32), 10),
     "cifar100": ((3, 32, 32), 100), "cifar10_second_half": ((3, 32, 32), 10), "digits": ((1, 8, 8), 10),
+    "rotated_mnist": ((1, 28, 28), 10), "rotated_fashion_mnist": ((1, 28, 28), 10),
+    "tiny_imagenet_200": ((3, 64, 64), 200), "imagenette": ((3, 160, 160), 10),
 }  # fmt: skip
 
 
@@ -61,16 +63,27 @@ def _claimed_noise(epsilon: float, delta: float, rate: float, steps: int) -> flo
     return noise_multiplier(epsilon, delta, rate, steps, method="rdp")
 
 
-#: about how many cells a quick run looks at, and its batch size
-QUICK_CELLS, QUICK_BATCH = 12, 64
+#: a quick run: how many cells it looks at, its steps, records and views in a step, and test images
+QUICK_CELLS, QUICK_STEPS, QUICK_BATCH, QUICK_VIEWS, QUICK_TESTS = 12, 2, 8, 2, 50
+
+Part = TypeVar("Part")
+
+
+def spread(cells: tuple[Part, ...], count: int = QUICK_CELLS) -> tuple[Part, ...]:
+    """At most ``count`` of them, the first and the last included, evenly over the table."""
+    if len(cells) <= count:
+        return cells
+    return tuple(cells[round(k * (len(cells) - 1) / (count - 1))] for k in range(count))
 
 
 def _quick(config: TrainConfig) -> TrainConfig:
-    """Five small steps; weights that somebody has to make first are left out."""
+    """Two small steps; weights that somebody has to make first are left out."""
     options = {name: value for name, value in config.model_options.items() if name != "weights"}
+    batch, views = min(config.batch or QUICK_BATCH, QUICK_BATCH), min(config.views, QUICK_VIEWS)
     return dataclasses.replace(
-        config, steps=5, evaluations=1, batch=min(config.batch or QUICK_BATCH, QUICK_BATCH), model_options=options
-    )
+        config, steps=QUICK_STEPS, evaluations=1, batch=batch, views=views, max_physical_batch=QUICK_BATCH * views,
+        model_options=options,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,13 +101,19 @@ class Preset:
     together: bool = False
     #: how much of the public test set is looked at; all of it unless the run is a quick one
     test_records: int | None = None
+    #: ours, beside the paper's own tables and figures
+    beside: bool = False
+
+    def data(self) -> list[str]:
+        """The data sets that it needs."""
+        return sorted({cell.config.data for cell in self.cells})
 
     def quick(self) -> Preset:
         """A few small steps of one seed of some cells: shows that everything runs. It is no result, and says so."""
-        kept = self.cells[:: max(1, len(self.cells) // QUICK_CELLS)]
+        kept = spread(self.cells)
         cells = tuple(dataclasses.replace(cell, config=_quick(cell.config), seed_factor=1) for cell in kept)
-        note = f"QUICK: {len(kept)} of {len(self.cells)} cells, five steps of small batches, one seed; no result"
-        return dataclasses.replace(self, cells=cells, seeds=1, note=note, test_records=500)
+        note = f"QUICK: {len(kept)} of {len(self.cells)} cells, {QUICK_STEPS} steps of small batches, one seed; no result"
+        return dataclasses.replace(self, cells=cells, seeds=1, note=note, test_records=QUICK_TESTS)
 
     def privacy(self) -> list[dict[str, Any]]:
         """The true (ε, δ) of every cell, without training."""
@@ -177,6 +196,15 @@ def preset(name: str) -> Preset | Measurement:
     if name not in known:
         raise ValueError(f"no preset is called {name!r}; there are {', '.join(known)}")
     return known[name]
+
+
+def tables() -> dict[str, list[Preset | Measurement]]:
+    """Every table and figure of the papers with its presets: several where it is split by data set, ours left out."""
+    found: dict[str, list[Preset | Measurement]] = {}
+    for each in presets():
+        if not each.beside:
+            found.setdefault("-".join(each.name.split("-")[:2]), []).append(each)
+    return found
 
 
 def parts(name: str) -> list[Preset | Measurement]:

@@ -35,8 +35,9 @@ def run_preset(
         for cell in preset.cells
         for seed in range(first_seed, first_seed + preset.seeds * cell.seed_factor)
     }
-    if preset.together:
-        train_together([job for job in jobs.values() if job.summary() is None])
+    open_jobs = [job for job in jobs.values() if job.summary() is None]
+    if preset.together and open_jobs:
+        train_together(open_jobs, dataset=_shortened(load_data(open_jobs[0].config), preset.test_records))
     summaries: dict[tuple[str, int], dict[str, Any]] = {}
     shelf: dict[str, Dataset] = {}
     for (name, seed), job in jobs.items():

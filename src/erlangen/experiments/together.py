@@ -39,11 +39,11 @@ class Job:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def train_together(jobs: Sequence[Job], members: int = MEMBERS) -> None:
+def train_together(jobs: Sequence[Job], members: int = MEMBERS, dataset: Dataset | None = None) -> None:
     """Train all jobs, at most ``members`` at once; each leaves config.json, weights.safetensors and summary.json."""
     if not jobs:
         return
-    dataset = load(jobs[0].config.data)
+    dataset = load(jobs[0].config.data) if dataset is None else dataset
     parts = math.ceil(len(jobs) / members)
     for k in range(parts):
         part = jobs[k * len(jobs) // parts : (k + 1) * len(jobs) // parts]
