@@ -148,27 +148,29 @@ class Bench:
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
-    def tune(self, task: Task) -> None:
+    def tune(self, task: Task, stage: tuple[str, ...]) -> None:
         seeds = range(1000, 1000 + self.options.tune_seeds)
         self.run("tuning", [
             Trial(task.name, method, setting, *pick, seed)
-            for method in task.methods for setting in task.where(method) for pick in task.grid for seed in seeds
+            for method in task.methods for setting in task.where(method, stage) for pick in task.grid(method)
+            for seed in seeds
         ])  # fmt: skip
 
     def best(self, task: Task, method: str, setting: str, momentum: float | None = None) -> Pick:
-        """The pick with the best held-out accuracy, the mean over tuning seeds."""
+        """The pick with the best held-out accuracy (or loss), the mean over tuning seeds."""
         found: dict[Pick, list[float]] = {}
+        sign = -1 if task.score == "test_loss" else 1
         for row in self.result["tuning"]:
             name, m, s, length, bound, mu, _ = row["key"]
             if (name, m, s) == (task.name, method, setting) and momentum in (None, mu):
-                found.setdefault((length, bound, mu), []).append(row["test_accuracy"])
+                found.setdefault((length, bound, mu), []).append(row[task.score] * sign)
         return max(found, key=lambda k: statistics.fmean(found[k]))
 
-    def measure(self, task: Task) -> None:
+    def measure(self, task: Task, stage: tuple[str, ...]) -> None:
         trials = []
         for method in task.methods:
-            for setting in task.where(method):
-                tuned = {self.best(task, method, setting), self.best(task, method, setting, 0.0)} if task.grid else ()
+            for setting in task.where(method, stage):
+                tuned = {self.best(task, method, setting, mu) for mu in (None, 0.0)} if task.lengths else ()
                 trials += [
                     Trial(task.name, method, setting, *pick, seed)
                     for pick in sorted({*tuned, *task.picks})
@@ -178,9 +180,10 @@ class Bench:
 
     def main(self) -> None:
         try:
-            for name in self.options.tasks:
-                self.tune(TASKS[name])
-                self.measure(TASKS[name])
+            for task in map(TASKS.__getitem__, self.options.tasks):
+                for stage in task.stages or (tuple(task.settings),):
+                    self.tune(task, stage)
+                    self.measure(task, stage)
         except OutOfTime:
             print("out of time: run again with --resume")
         self.result["table"] = table(self.result["runs"])

@@ -17,11 +17,15 @@ Pick = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Method:
-    """Options of a method, its ``family`` (what trains together) and the settings it runs in (all of them)."""
+    """Options of a method, its ``family`` (what trains together) and the settings it runs in (all of them).
+
+    ``scale`` multiplies the step lengths that are tried: normalised steps do not shrink, and need shorter ones.
+    """
 
     family: str
     options: Options
     settings: tuple[str, ...] | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,17 @@ class Task:
     rows: int | None = None
     members: int | None = None
     precision: str | None = None
+    #: settings that are tuned and measured before the next ones; none means all at once
+    stages: tuple[tuple[str, ...], ...] = ()
+    #: what is tuned for: accuracy, or (``test_loss``) the loss
+    score: str = "test_accuracy"
 
-    @property
-    def grid(self) -> list[Pick]:
-        return [(length, bound, mu) for length in self.lengths for bound in self.bounds for mu in self.momenta]
+    def grid(self, method: str) -> list[Pick]:
+        scale = self.methods[method].scale
+        return [(length * scale, bound, mu) for length in self.lengths for bound in self.bounds for mu in self.momenta]
 
-    def where(self, method: str) -> tuple[str, ...]:
-        return self.methods[method].settings or tuple(self.settings)
+    def where(self, method: str, stage: tuple[str, ...]) -> list[str]:
+        return [s for s in self.methods[method].settings or self.settings if s in stage]
 
     def shape(self, method: str, setting: str) -> str:
         """What trains together: one family, and settings that differ in noise only."""
@@ -139,14 +147,19 @@ RATES = ablation(
 # -- GeoDP ----------------------------------------------------------------------------------------------------------
 
 
+def sound(scale: float, **options: Any) -> Method:
+    return Method("direction", {"mechanism": "geodp", "mechanism_options": options}, scale=scale)
+
+
 def geodp(name: str, common: Options, sigmas: tuple[float, ...], betas: tuple[float, ...], **options: Any) -> Task:
     """DP against GeoDP: as published for each β, and the sound forms."""
     methods = {
         "DP": Method("flat", {}),
         "DP+AUTO-S": Method("auto-s", {"clipping": "auto-s"}),
         "DP+PSAC": Method("psac", {"clipping": "psac"}),
-        "direction": Method("direction", {"mechanism": "geodp"}),
-        "shrink": Method("direction", {"mechanism": "geodp", "mechanism_options": {"form": "shrink"}}),
+        "direction": sound(1 / 16),
+        "direction, scaled": sound(1.0, magnitude="scaled"),
+        "shrink": sound(1 / 16, form="shrink"),
     }
     for beta in betas:
         published = {"mechanism": "geodp", "mechanism_options": {"as_published": True, "beta": beta}}
@@ -157,11 +170,11 @@ def geodp(name: str, common: Options, sigmas: tuple[float, ...], betas: tuple[fl
 
 TABLE_II = geodp(
     "geodp-table2", {"model": "geodp-cnn", "batch": 16384, "steps": 73}, (10.0, 1.0), (0.1,),
-    lengths=(0.3, 0.8, 2.0), bounds=(0.1, 1.0), rows=1056,
+    lengths=(0.8, 3.2, 12.8), bounds=(0.1, 1.0), rows=1056, stages=(("σ=10",), ("σ=1",)),
 )  # fmt: skip
 FIGURE_5 = geodp(
     "geodp-fig5", {"model": "logistic", "batch": 4096, "steps": 350}, (10.0, 1.0), (1.0, 0.5),
-    lengths=(0.1, 0.4, 1.6), bounds=(0.1,), rows=1096,
+    lengths=(0.4, 1.6, 6.4), bounds=(0.1,), rows=1096, score="test_loss",
 )  # fmt: skip
 
 #: in the order in which they are worth running
