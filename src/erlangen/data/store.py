@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from erlangen.data.download import Remote, fetch, unpack
 from erlangen.data.preprocessing import DataError
+from erlangen.places import user_cache
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,8 @@ PUBLISHED: dict[str, Published] = {
 
 
 def cache() -> Path:
-    """The user's cache, by the custom of the platform."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "erlangen" / "data"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "erlangen" / "data"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "erlangen" / "data"
+    """The user's cache of data sets, by the custom of the platform."""
+    return user_cache() / "data"
 
 
 def roots() -> list[Path]:

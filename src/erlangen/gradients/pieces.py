@@ -98,6 +98,8 @@ class Piece:
 
     #: whether forming the gradients is the cheaper way for these shapes
     prefers_dense = True
+    #: whether norms come without forming the gradients in the Euclidean geometry alone; in others they are formed at once
+    euclidean_only = False
     #: whether `weighted_sum` never reads an owner of weight zero, so that 0·NaN cannot reach the sum
     guarded = False
     #: whether norms were measured on formed gradients. The sum is then of the very same ones: in another order of

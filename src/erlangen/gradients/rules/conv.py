@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.gradients.kernels import conv_gradient, usable
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, usable
 from erlangen.gradients.kernels.conv2d import HALF, conv2d, few_channels, windowed
 from erlangen.gradients.pieces import (
     Dense,
@@ -69,11 +69,28 @@ class Conv(Piece):
 
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
-        if self.geometry.transposed:
-            return True
+        if self.geometry.transposed or self.euclidean_only:
+            return self.geometry.transposed
         tokens = self.views * math.prod(self.d.shape[2:])
         groups = self.geometry.groups
         return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.d)
+
+    @property
+    def euclidean_only(self) -> bool:  # type: ignore[override]
+        """Whether kernels take norms and sums of gradients that are never stored: 16-bit matrix units, few positions."""
+        return (
+            self.count > 0
+            and usable(self.x, self.d)
+            and self.d.dtype in HALF
+            and len(self.geometry.kernel) == 2
+            and self.geometry.groups == 1
+            and not self.geometry.transposed
+            and conv_unformed.cheaper(self.views * math.prod(self.d.shape[2:]), self.shape[1], self.shape[0])
+        )
+
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return self.euclidean_only
 
     def dense(self) -> Tensor:
         """Measured: on a GPU im2col and one batched product; on a CPU the native kernel owner by owner, unless owners
@@ -152,6 +169,9 @@ class Conv(Piece):
     def weighted_sum(self, w: Tensor) -> Tensor:
         if self.measured_formed:
             return self.sum_of_formed(w)
+        if self.euclidean_only:
+            total = conv_unformed.weighted_sum(self.x, self.d, w, self.views, *self._plane())
+            return total.unflatten(1, self.geometry.kernel).movedim(-1, 1)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
         rows = w.to(precise).repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
         return self.geometry.weight_gradient(self.x.to(precise), self.d.to(precise) * rows, self.shape)
@@ -159,7 +179,13 @@ class Conv(Piece):
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None or self.prefers_dense:
             return super().norms_squared(weight)
+        if self.euclidean_only:
+            return self.unformed_norms()
         return torch.cat([part.gram() for part in self.chunks()])
+
+    def unformed_norms(self, inverse: Tensor | None = None) -> Tensor:
+        """Squared norms by the kernel, bounds of what it will add up; ``inverse`` as in `conv_unformed.reference`."""
+        return conv_unformed.squared_norms(self.x, self.d, self.views, *self._plane(), inverse)
 
     def precise(self) -> Piece:
         high = accumulate_dtype(self.d)

@@ -88,6 +88,10 @@ class Standardised(Piece):
         return self.inner.prefers_dense
 
     @property
+    def euclidean_only(self) -> bool:  # type: ignore[override]
+        return self.inner.euclidean_only
+
+    @property
     def guarded(self) -> bool:  # type: ignore[override]
         return self.inner.guarded
 
@@ -110,8 +114,17 @@ class Standardised(Piece):
             return super().norms_squared(weight)
         if self.known is not None:
             return self.known
+        if isinstance(self.inner, Conv) and self.inner.euclidean_only:
+            return self._unformed(self.inner)
         self.inner.measured_formed = not self._by_gram
         return torch.cat([part._norms() for part in self.chunks()])
+
+    def _unformed(self, conv: Conv) -> Tensor:
+        """A bound, by the kernel: of ‖(g_w − mean g_w)/r‖². What g_w has along w is not taken off: it is known in 16 bits
+        only, and is a small part of the norm."""
+        deviation = self.projection.deviation.flatten()
+        least = deviation.min()
+        return conv.unformed_norms(least / deviation) / least.square()
 
     @property
     def _by_gram(self) -> bool:
