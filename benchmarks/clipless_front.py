@@ -1,11 +1,14 @@
-"""The Pareto fronts of clipless training, and the search for their settings, with data on the device and one evaluation.
+"""The Pareto fronts of clipless training beside DP-SGD: tuned on a part of the training set, then the test set, read once.
 
-    python benchmarks/clipless_front.py --tune --data mnist --device cuda --json tune.json
-    python benchmarks/clipless_front.py --data mnist,fashion_mnist --seeds 3 --device cuda --json front.json
+    python benchmarks/clipless_front.py --json front.json --workers 5 --iso-device cuda --budget 1200
+    python benchmarks/clipless_front.py --json front.json --table --figure front.svg
 
-``--tune`` holds out a sixth of the *training* set and trains every network and learning rate at ε = 3; the test set is
-not read. What it finds belongs into `erlangen.experiments.clipless.FRONTS`. Without ``--tune`` the cells of the preset
-``clipless-fig5`` are trained as `erlangen reproduce` would, in one process, with σ calibrated once per ε.
+Each split of the noise and DP-SGD get the same number of trials (`SEARCH`), all at ε = 3 with the held-out sixth of the
+*training* set as judge: nine settings, then three variations of the best. The winner is trained on the whole training set
+at every ε, with several seeds, and read once on the test set. Tuning is not paid for, as in the papers.
+
+Runs are independent and go to ``--workers`` processes of one thread each; those of DP-SGD may go to a GPU. Every finished
+run is written at once, ``--resume`` continues, and after ``--budget`` seconds no new run is started.
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ import argparse
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
+import platform
 import statistics
 import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,120 +31,346 @@ import torch
 
 from erlangen.accounting import noise_multiplier
 from erlangen.data import Dataset, load
-from erlangen.experiments import preset
-from erlangen.experiments.clipless import FRONTS, LOSS, config
+from erlangen.experiments.clipless import EPSILONS, SPLITS, config
 from erlangen.experiments.tuning import split
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
-NETWORKS: dict[str, dict[str, Any]] = {
-    "linear": {"model": "lipschitz-mlp", "model_options": {}},
-    "dense 64": {"model": "lipschitz-mlp", "model_options": {"hidden": [64]}},
-    "dense 256": {"model": "lipschitz-mlp", "model_options": {"hidden": [256]}},
-    "patches": {"model": "lipschitz-patches", "model_options": {"patch": 4, "width": 32}},
-    "patches, mixed": {"model": "lipschitz-patches", "model_options": {"patch": 4, "width": 32, "mix": 32}},
-    "LeNet": {"model": "lipschitz-lenet", "model_options": {"width": 8}},
+METHODS = (*SPLITS, "iso")
+#: ε at which settings are chosen, and the part of the training set that judges them
+TUNED_AT, HELD_OUT = 3.0, 1 / 6
+#: rows at a time on a GPU
+PHYSICAL = 2048
+Setting = dict[str, Any]
+
+
+LINEAR: Setting = {"model": "lipschitz-mlp", "model_options": {"hidden": []}}
+DENSE: Setting = {"model": "lipschitz-mlp", "model_options": {"hidden": [64]}}
+PATCHES: Setting = {"model": "lipschitz-patches", "model_options": {"patch": 4, "width": 16}}
+CNN: Setting = {"model": "cnn", "model_options": {"width": 16}}
+STRIDED: Setting = {"model": "opacus-cnn", "model_options": {}}
+
+
+def lipschitz(network: Setting, lr: float) -> Setting:
+    return {**network, "lr": lr, "loss": {"name": "hinge", "margin": 0.05}}
+
+
+def clipped(network: Setting, rate: float, bound: float) -> Setting:
+    """``rate`` is in units of 1/C, so that the same one fits every bound."""
+    return {**network, "lr": rate / bound, "max_grad_norm": bound}
+
+
+#: the trials of a method: first settings, then variations of the best of them
+SEARCH: dict[str, tuple[list[Setting], list[Setting]]] = {
+    "clipless": (
+        [lipschitz(network, lr) for network in (LINEAR, DENSE, PATCHES) for lr in (0.3, 1.0, 3.0)],
+        [{"loss": {"name": "hinge", "margin": margin}} for margin in (0.02, 0.1, 0.2)],
+    ),
+    "iso": (
+        [clipped(net, rate, c) for net, c in ((CNN, 0.1), (CNN, 1.0), (STRIDED, 1.0)) for rate in (0.1, 0.3, 1.0)],
+        [
+            {"schedule": "cosine"},
+            {**CNN, "model_options": {"width": 32}},
+            {"model": "mlp", "model_options": {"width": 64}},
+        ],
+    ),
 }
-RATES = (0.03, 0.1, 0.3)
-#: tried on the best network and rate
-LOSSES: tuple[dict[str, Any], ...] = (
-    {"name": "hinge", "margin": 0.05},
-    {"name": "hinge", "margin": 0.4},
-    {"name": "cross-entropy", "temperature": 16.0},
-)
+assert len({len(first) + len(second) for first, second in SEARCH.values()}) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One run. ``round`` is 0 or 1 while tuning and None on the front."""
+
+    data: str
+    method: str
+    epsilon: float
+    seed: int
+    round: int | None
+    setting: Setting
+    sigma: float
+    device: str = "cpu"
+    steps: int | None = None
+
+    @property
+    def key(self) -> str:
+        """The same run, whatever machine it is on."""
+        return json.dumps([self.data, self.method, self.epsilon, self.seed, self.round, self.setting], sort_keys=True)
+
+    def config(self) -> TrainConfig:
+        setting = dict(self.setting)
+        if self.method != "iso":
+            setting["mechanism_options"] = {"split": self.method, "loss": setting.pop("loss")}
+        changes = {**setting, "noise_multiplier": self.sigma, "seed": self.seed, "device": self.device}
+        if self.device == "cuda":  # a GPU may be shared: parts of a batch, which change nothing but memory
+            changes["max_physical_batch"] = PHYSICAL
+        return config(self.data, self.method, None, **changes, **({"steps": self.steps} if self.steps else {}))
 
 
 @functools.cache
-def sigma(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    return noise_multiplier(epsilon, delta, rate, steps)
+def records(name: str) -> Dataset:
+    return load(name)
 
 
-def fit(settings: TrainConfig, data: Dataset, device: str) -> dict[str, float]:
-    """One run; σ is calibrated here, once for all runs that share ε, rate and steps."""
-    settings = dataclasses.replace(settings, device=device).settled(len(data))
-    assert settings.epsilon is not None
-    assert settings.delta is not None
-    noise = sigma(settings.epsilon, settings.delta, settings.batch / len(data), settings.steps)
+@functools.cache
+def held_out(name: str) -> Dataset:
+    return split(records(name), HELD_OUT)
+
+
+def fit(task: Task) -> dict[str, Any]:
+    """One run, and its row. A trial keeps σ and the sampling rate of the run that it stands for."""
+    whole = records(task.data)
+    data = whole if task.round is None else held_out(task.data)
+    settings = task.config()
+    settings = dataclasses.replace(settings, batch=settings.batch * len(data) / len(whole)).settled(len(data))
     started = time.perf_counter()
-    session = Session(dataclasses.replace(settings, epsilon=None, noise_multiplier=noise), data)
+    session = Session(settings, data)
     while session.step_count < settings.steps:
         session.step()
     scores = session.evaluate()
-    return {**scores, "epsilon": session.epsilon(), "seconds": time.perf_counter() - started}
+    row = {**dataclasses.asdict(task), "delta": settings.delta, "batch": settings.batch, "steps": settings.steps}
+    row |= {"accuracy": scores["test_accuracy"], "seconds": time.perf_counter() - started}
+    row |= {"parameters": sum(p.numel() for p in session.model.parameters())}
+    return row | {"spent": session.epsilon()} if task.round is None else row
 
 
-def tune(name: str, device: str, steps: int | None) -> list[dict[str, Any]]:
-    data, rows = split(load(name), 1 / 6), []
+class Study:
+    """All runs, in an order in which each knows what it needs; finished ones are in the file."""
 
-    def attempt(label: str, lr: float, loss: dict[str, Any]) -> dict[str, Any]:
-        changes: dict[str, Any] = {**NETWORKS[label], "lr": lr, "mechanism_options": {"loss": loss}, "seed": 0}
-        changes |= {"batch": min(config(name, "optimal", 3.0).batch, len(data))}
-        found = fit(config(name, "optimal", 3.0, **changes, **({"steps": steps} if steps else {})), data, device)
-        row = {"data": name, "network": label, "lr": lr, "loss": loss, **found}
-        score = f"{100 * found['test_accuracy']:.2f} %  {found['seconds']:.1f} s"
-        print(f"  {name} {label:16} lr {lr:<5} {' '.join(map(str, loss.values())):20} {score}", flush=True)
-        rows.append(row)
-        return row
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.path: Path = arguments.json
+        self.names, self.methods = arguments.data.split(","), arguments.methods.split(",")
+        self.seeds, self.steps, self.iso_device = arguments.seeds, arguments.steps, arguments.iso_device
+        self.device = arguments.device
+        self.facts = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+        self.facts |= {"iso_device": self.iso_device, "device": self.device, "steps": self.steps}
+        self.rows: list[dict[str, Any]] = []
+        #: of runs that raised an error; they are tried again by --resume
+        self.failed: set[str] = set()
+        self.sigmas: dict[tuple[str, float], float] = {}
+        if self.path.exists():
+            if not arguments.resume:
+                raise SystemExit(f"{self.path} exists: give --resume to continue it, or another --json")
+            self.rows = json.loads(self.path.read_text())["rows"]
 
-    for label in NETWORKS:
-        for lr in RATES:
-            attempt(label, lr, LOSS)
-    best = max(rows, key=lambda r: r["test_accuracy"])
-    for loss in LOSSES:
-        attempt(best["network"], best["lr"], loss)
-    return rows
+    def calibrate(self, pool: ProcessPoolExecutor) -> None:
+        """σ of every ε, once per sampling rate and number of steps."""
+        usual = {name: config(name, "iso", TUNED_AT) for name in self.names}
+        wanted = {(n, e): (e, c.delta, c.batch / len(records(n)), self.steps or c.steps)
+                  for n, c in usual.items() for e in (TUNED_AT, *EPSILONS)}  # fmt: skip
+        different = list(dict.fromkeys(wanted.values()))
+        found = dict(zip(different, pool.map(noise_multiplier, *zip(*different, strict=True)), strict=True))
+        self.sigmas = {key: found[value] for key, value in wanted.items()}
+
+    def task(self, name: str, method: str, epsilon: float, seed: int, round_: int | None, setting: Setting) -> Task:
+        device = self.iso_device if method == "iso" else self.device
+        return Task(name, method, epsilon, seed, round_, setting, self.sigmas[name, epsilon], device, self.steps)
+
+    def done(self, task: Task) -> dict[str, Any] | None:
+        return next((row for row in self.rows if _key(row) == task.key), None)
+
+    def best(self, name: str, method: str, last: int) -> Setting | None:
+        """The setting with the highest held-out accuracy in rounds 0 … last; None while one of them is not finished."""
+        found = []
+        for task in self.trials(name, method, last):
+            row = None if task is None else self.done(task)
+            if row is None:
+                return None
+            found.append((row["accuracy"], row["setting"]))
+        return max(found, key=lambda pair: pair[0])[1]
+
+    def trials(self, name: str, method: str, last: int = 1) -> Iterator[Task | None]:
+        """The trials of a method; None stands for those of a second round that nobody can know yet."""
+        first, second = SEARCH["iso" if method == "iso" else "clipless"]
+        for setting in first:
+            yield self.task(name, method, TUNED_AT, 0, 0, setting)
+        if last:
+            best = self.best(name, method, 0)
+            for change in second:
+                yield None if best is None else self.task(name, method, TUNED_AT, 0, 1, {**best, **change})
+
+    def tasks(self) -> list[Task]:
+        """What can be run now and is not finished, the most wanted first."""
+        wanted = [t for name in self.names for m in self.methods for t in self.trials(name, m) if t is not None]
+        chosen = {(n, m): self.best(n, m, 1) for n in self.names for m in self.methods}
+        for seed in range(self.seeds):
+            for (name, method), setting in chosen.items():
+                if setting is not None:
+                    wanted += [self.task(name, method, epsilon, seed, None, setting) for epsilon in EPSILONS]
+        return [t for t in wanted if self.done(t) is None and t.key not in self.failed]
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n")
+        part.replace(self.path)
+        kind = "front" if row["round"] is None else f"trial {row['round'] + 1}"
+        head = f"{row['data']:14} {row['method']:8} ε={row['epsilon']:g} seed {row['seed']} {kind:8}"
+        print(f"{head} {100 * row['accuracy']:6.2f} %  {row['seconds']:6.1f} s  {_words(row['setting'])}", flush=True)
 
 
-def front(names: list[str], seeds: int, device: str, steps: int | None, methods: list[str]) -> list[dict[str, Any]]:
-    cells = preset("clipless-fig5").cells
-    rows = []
-    for name in names:
-        data = load(name)
-        for cell in cells:
-            method = cell.name.split()[1]
-            if cell.config.data != name or method.lower() not in methods:  # type: ignore[union-attr]
-                continue
-            settings = cell.config if steps is None else dataclasses.replace(cell.config, steps=steps)  # type: ignore[union-attr]
-            settings = dataclasses.replace(settings, batch=min(settings.batch, len(data)))
-            found = [fit(dataclasses.replace(settings, seed=seed), data, device) for seed in range(seeds)]
-            values = [100 * f["test_accuracy"] for f in found]
-            spread = statistics.stdev(values) if seeds > 1 else None
-            row = {"cell": cell.name, "mean": statistics.fmean(values), "std": spread, "values": values}
-            row |= {"epsilon": found[0]["epsilon"], "delta": 1e-5, "seconds": [f["seconds"] for f in found]}
-            rows.append(row)
-            print(
-                f"  {cell.name:32} {row['mean']:.2f} ± {spread or 0:.2f}  ε = {row['epsilon']:.3f}  {row['seconds'][0]:.1f} s",
-                flush=True,
-            )
-    return rows
+def run(study: Study, workers: int, iso_workers: int, budget: float) -> bool:
+    """Everything that fits into the budget; true if nothing is left."""
+    context = multiprocessing.get_context("spawn")
+    separate = study.iso_device != study.device
+    with (
+        ProcessPoolExecutor(workers, context, _quiet) as pool,
+        ProcessPoolExecutor(iso_workers, context, _quiet) as other,
+    ):
+        running: dict[Future[dict[str, Any]], Task] = {}
+        study.calibrate(pool)
+        end = time.monotonic() + budget
+        while True:
+            if time.monotonic() < end:
+                for task in study.tasks():
+                    aside = separate and task.method == "iso"
+                    busy = sum(1 for t in running.values() if (separate and t.method == "iso") == aside)
+                    if busy < (iso_workers if aside else workers) and all(t.key != task.key for t in running.values()):
+                        running[(other if aside else pool).submit(fit, task)] = task
+            if not running:
+                break
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                task = running.pop(future)
+                try:
+                    study.keep(future.result())
+                except (RuntimeError, ValueError) as error:  # of this run alone: say which, and go on with the others
+                    print(f"failed: {task.key}: {error}", flush=True)
+                    study.failed.add(task.key)
+    return not (study.tasks() or study.failed)
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+
+
+def _key(row: dict[str, Any]) -> str:
+    names = ("data", "method", "epsilon", "seed", "round", "setting")
+    return json.dumps([row[n] for n in names], sort_keys=True)
+
+
+def _words(setting: Setting) -> str:
+    options = "".join(f" {v}" for v in setting["model_options"].values())
+    rest = f"margin {setting['loss']['margin']:g}" if "loss" in setting else f"C {setting['max_grad_norm']:g}"
+    shape = ", cosine" if setting.get("schedule") == "cosine" else ""
+    return f"{setting['model']}{options}, lr {setting['lr']:g}{shape}, {rest}"
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def cells(rows: list[dict[str, Any]]) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
+    """The front's runs by (data, method, ε), in the order of their seeds."""
+    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for row in sorted((r for r in rows if r["round"] is None), key=lambda r: r["seed"]):
+        found.setdefault((row["data"], row["method"], row["epsilon"]), []).append(row)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: mean ± standard deviation over seeds, what was spent, and the paired difference of optimal and ISO."""
+    found, lines = cells(rows), []
+    methods = [m for m in METHODS if any(key[1] == m for key in found)]
+    lines.append(
+        f"| data | ε (spent) | {' | '.join('ISO' if m == 'iso' else m for m in methods)} | optimal − ISO, by seed |"
+    )
+    lines.append("|" + "---|" * (len(methods) + 3))
+    for data in dict.fromkeys(key[0] for key in found):
+        for epsilon in sorted({key[2] for key in found if key[0] == data}):
+            spent = max(r["spent"] for m in methods for r in found.get((data, m, epsilon), []))
+            entries = [_spread([100 * r["accuracy"] for r in found.get((data, m, epsilon), [])]) for m in methods]
+            pairs = _paired(found.get((data, "optimal", epsilon), []), found.get((data, "iso", epsilon), []))
+            lines.append(f"| {data} | {epsilon:g} ({spent:.3f}) | {' | '.join(entries)} | {_spread(pairs, '+')} |")
+    return "\n".join(lines)
+
+
+def settings(rows: list[dict[str, Any]]) -> str:
+    """Markdown: what was chosen, with its held-out accuracy and the number of trials."""
+    lines = ["| data | method | chosen of trials | parameters | held-out accuracy, % |", "|---|---|---|---|---|"]
+    trials = [r for r in rows if r["round"] is not None]
+    for data, method in dict.fromkeys((r["data"], r["method"]) for r in trials):
+        mine = [r for r in trials if (r["data"], r["method"]) == (data, method)]
+        best = max(mine, key=lambda r: r["accuracy"])
+        name, score = "ISO" if method == "iso" else method, 100 * best["accuracy"]
+        chosen = f"{_words(best['setting'])} (of {len(mine)})"
+        lines.append(f"| {data} | {name} | {chosen} | {best['parameters']:,} | {score:.2f} |")
+    return "\n".join(lines)
+
+
+def figure(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy against ε, one panel per data set, bars for the standard deviation over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = cells(rows)
+    names = list(dict.fromkeys(key[0] for key in found))
+    canvas, axes = plt.subplots(1, len(names), figsize=(3.6 * len(names), 3.2), squeeze=False, layout="constrained")
+    for axis, data in zip(axes[0], names, strict=True):
+        for method, marker in zip(METHODS, "osv^", strict=True):
+            known = [e for e in EPSILONS if (data, method, e) in found]
+            points = [(e, [100 * r["accuracy"] for r in found[data, method, e]]) for e in known]
+            if points:
+                spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in points]
+                label = "ISO (clipping)" if method == "iso" else f"clipless, {method}"
+                means = [statistics.fmean(v) for _, v in points]
+                axis.errorbar(
+                    [e for e, _ in points], means, spreads, marker=marker, capsize=2, label=label, lw=1.2, ms=4
+                )
+        axis.set(
+            title=data, xlabel="ε (δ = 1e-5)", xscale="log", xticks=EPSILONS, xticklabels=[f"{e:g}" for e in EPSILONS]
+        )
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("test accuracy, %")
+    axes[0][0].legend(fontsize=8)
+    canvas.savefig(path)
+
+
+def _spread(values: list[float], sign: str = "") -> str:
+    if not values:
+        return "–"
+    mean = format(statistics.fmean(values), f"{sign}.2f")
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def _paired(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[float]:
+    other = {row["seed"]: row["accuracy"] for row in b}
+    return [100 * (row["accuracy"] - other[row["seed"]]) for row in a if row["seed"] in other]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="mnist", help="comma-separated names")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--json", type=Path, required=True, help="all runs; written after each")
+    parser.add_argument("--data", default="mnist,fashion_mnist,cifar10", help="comma-separated names")
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", default="optimal,local,global,iso")
-    parser.add_argument("--steps", type=int, help="in place of the preset's; then it is no result")
+    parser.add_argument("--workers", type=int, default=5, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--iso-device", default="cpu", choices=["cpu", "cuda"], help="where DP-SGD's runs go")
+    parser.add_argument("--iso-workers", type=int, default=1, help="processes for them, if it is another device")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no run is started")
+    parser.add_argument("--steps", type=int, help="in place of the preset's; then it is no result")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--table", action="store_true", help="train nothing: print what the file holds, as Markdown")
+    parser.add_argument("--figure", type=Path, help="train nothing: draw what the file holds")
     arguments = parser.parse_args()
-    names = arguments.data.split(",")
-    for name in names:
-        if name not in FRONTS:  # a small data set, to try the script
-            FRONTS[name] = (len(load(name)), *FRONTS["mnist"][1:])
-    if arguments.tune:
-        rows = [row for name in names for row in tune(name, arguments.device, arguments.steps)]
-    else:
-        rows = front(names, arguments.seeds, arguments.device, arguments.steps, arguments.methods.split(","))
-    if arguments.json:
-        facts = {
-            "torch": torch.__version__,
-            "device": arguments.device,
-            "tune": arguments.tune,
-            "steps": arguments.steps,
-        }
-        arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    if arguments.table or arguments.figure:
+        rows = json.loads(arguments.json.read_text())["rows"]
+        if arguments.table:
+            print(f"{settings(rows)}\n\n{table(rows)}")
+        if arguments.figure:
+            figure(rows, arguments.figure)
+        return
+    # large batches are allocated anew at every step: keep their pages instead of asking for them again (glibc)
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**36))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    study = Study(arguments)
+    complete = run(study, arguments.workers, arguments.iso_workers, arguments.budget)
+    print("complete" if complete else f"{len(study.tasks())} known runs are left: --resume continues")
+    print(f"\n{settings(study.rows)}\n\n{table(study.rows)}")
 
 
 if __name__ == "__main__":

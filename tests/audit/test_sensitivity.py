@@ -57,7 +57,7 @@ def test_a_search_without_teeth_decides_nothing(monkeypatch):
 
 
 def test_the_command(monkeypatch, found):
-    monkeypatch.setattr(sensitivity, "audit_sensitivity", lambda *args: found)
+    monkeypatch.setattr(sensitivity, "audit_sensitivity", lambda *args, **options: found)
     run = CliRunner().invoke(app, ["audit", "sensitivity", "clipless", "--json"])
     assert run.exit_code == 0, run.output
     assert json.loads(run.stdout)["verdict"] == "consistent"

@@ -21,6 +21,7 @@ def sensitivity(
     full: bool = typer.Option(False, "--full", help="The networks at full size (minutes), not narrow twins."),
     train_steps: int = typer.Option(500, help="Noisy, projected steps before the search."),
     networks: str | None = typer.Option(None, help="Some of lenet,vgg,resnet,mixer. Default all."),
+    workers: int = typer.Option(1, help="Processes: a network each."),
     seed: int = SEED,
     as_json: bool = JSON,
 ) -> None:
@@ -33,10 +34,12 @@ def sensitivity(
         )
     if train_steps < 0:
         raise typer.BadParameter(f"train-steps is {train_steps}; give a number ≥ 0")
+    if workers < 1:
+        raise typer.BadParameter(f"workers is {workers}; give at least one process")
     names = None if networks is None else [n.strip() for n in networks.split(",") if n.strip()]
     with _bar("searching for a gradient above its bound", as_json) as tick:
         try:
-            result = audit_sensitivity(full, train_steps, names, seed, tick)
+            result = audit_sensitivity(full, train_steps, names, seed, tick, workers=workers)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     typer.echo(json.dumps(result, allow_nan=False) if as_json else _words(result))

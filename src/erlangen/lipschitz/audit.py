@@ -78,8 +78,9 @@ def audit_network(
         for dtype in (torch.float64, torch.float32):
             try:
                 report = check_sensitivity(
-                    net, loss, steps=steps, restarts=restarts, move_weights=moving, seed=seed, dtype=dtype
-                )
+                    net, loss, steps=steps, restarts=restarts, move_weights=moving, seed=seed, dtype=dtype,
+                    certify_every=certify_every,
+                )  # fmt: skip
             except SensitivityError as refuted:
                 error = str(refuted)
                 continue
@@ -87,9 +88,5 @@ def audit_network(
             ratios = {key: max(ratio, ratios.get(key, 0.0)) for key, ratio in report.ratios.items()}
     summary = SensitivityReport(name, ratios, evaluations)
     verdict = {"worst": summary.worst, "train_steps": train_steps, "passed": error is None, "error": error}
+    verdict |= {"parameters": sum(p.numel() for p in net.parameters()), "certify_every": certify_every}
     return {**asdict(summary), **verdict}
-
-
-def audit_networks(full: bool = False, **options: Any) -> list[dict[str, Any]]:
-    """`audit_network` on LeNet, VGG, ResNet and Mixer."""
-    return [audit_network(name, make, **options) for name, make in networks(full).items()]

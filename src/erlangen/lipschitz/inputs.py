@@ -80,24 +80,38 @@ class BoundedInput(LipschitzLayer):
             raise ValueError(f"samples have shape {found}; this network was built and bounded for {self.shape}")
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = converted(torch.where(x.isfinite(), x, 0.0), self.colour)
+            x = converted(_finite(x), self.colour)
             if self.centre:
-                x = x - x.mean(tuple(range(2, x.ndim)), keepdim=True)
-                x = torch.where(x.isfinite(), x, 0.0)
-            # dividing by the largest entry first keeps the norm from overflowing
-            largest = x.flatten(1).abs().amax(1).clamp(min=1e-30) if x.shape[0] else x.new_zeros(0)
-            unit = x / largest.view(-1, *[1] * (x.ndim - 1))
-            norm = unit.flatten(1).norm(dim=1).clamp(min=1e-30)
+                mean = x.mean(tuple(range(2, x.ndim)), keepdim=True)
+                x = x - mean if x.requires_grad else x.sub_(mean)
+            each, entries = (-1, *[1] * (x.ndim - 1)), tuple(range(1, x.ndim))
+            # dividing by the largest entry first keeps the squares in range (not finite where the mean overflowed)
+            largest = torch.maximum(x.amax(entries), -x.amin(entries)).clamp(min=1e-30)
+            unit = _times(x, (1.0 / largest).view(each))
+            # rows of an image in float32, their norms in float64: rounding stays far below what `_INSIDE` leaves
+            lines = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
+            norm = torch.linalg.vector_norm(lines, dim=entries, dtype=torch.float64).clamp(min=1e-30)
             target = self.bound * _INSIDE / norm
-            scale = target if self.mode == "sphere" else torch.minimum(largest * self.scale, target)
-            scaled = unit * scale.view(-1, *[1] * (x.ndim - 1))
-            return torch.where(scaled.isfinite(), scaled, 0.0)
+            scale = target if self.mode == "sphere" else torch.minimum(largest.double() * self.scale, target)
+            return _finite(_times(unit, scale.to(x.dtype).view(each)), own=True)
 
     def extra_repr(self) -> str:
         centred = ", centred" if self.centre else ""
         return (
             f"{self.shape}, bound={self.bound:g}, mode={self.mode}, colour={self.colour}, scale={self.scale:g}{centred}"
         )
+
+
+def _finite(x: Tensor, own: bool = False) -> Tensor:
+    """Zero where an entry is NaN or infinite; in place if the tensor is the caller's ``own`` and no gradient needs it."""
+    if own and not x.requires_grad:
+        return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x·factor, in the memory of ``x`` where no gradient needs it: large images are made once, not five times."""
+    return x * factor if x.requires_grad else x.mul_(factor)
 
 
 def converted(x: Tensor, colour: str) -> Tensor:

@@ -158,5 +158,7 @@ def _symbols(layer: Constrained) -> Symbols | None:
     A subclass that overrides `certified_norm` alone has said that the inherited symbols do not describe it.
     """
     kinds = type(layer).__mro__
-    place = {name: next(k for k, kind in enumerate(kinds) if name in vars(kind)) for name in ("certified_norm", "symbols")}
+    place = {
+        name: next(k for k, kind in enumerate(kinds) if name in vars(kind)) for name in ("certified_norm", "symbols")
+    }
     return None if place["certified_norm"] < place["symbols"] else layer.symbols()

@@ -22,6 +22,7 @@ from erlangen.lipschitz.base import MARGIN, Activation, LipschitzLayer
 from erlangen.lipschitz.bounds import backpropagate_bounds, output, require_network
 from erlangen.lipschitz.inputs import BoundedInput
 from erlangen.lipschitz.losses import loss_constant
+from erlangen.lipschitz.projection import Projector
 
 
 class SensitivityError(AssertionError):
@@ -109,11 +110,12 @@ class _LayerAttack:
 
 def check_sensitivity(
     network: nn.Module, loss: Any, *, steps: int = 20, restarts: int = 6, move_weights: bool = False, seed: int = 0,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float64, certify_every: int = 1,
 ) -> SensitivityReport:  # fmt: skip
     """Search a whole network for a sample whose gradient exceeds Algorithm 1's Δ; raise if one is found.
 
-    The network is copied and projected; ``move_weights`` lets the search choose the weights too. Hostile inputs (zero,
+    The network is copied and projected; ``move_weights`` lets the search choose the weights too, which are certified in
+    full every ``certify_every`` moves and by the triangle inequality in between, as in training. Hostile inputs (zero,
     huge, NaN, ±∞) are tried as well: their gradients must be finite and within bounds.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -123,8 +125,9 @@ def check_sensitivity(
     first = net[0]
     assert isinstance(first, BoundedInput)
     refuse_mixing(net, first.shape, generator)
-    net.project()
-    attack = _NetworkAttack(net, loss, dict(bounds), logits.shape[-1], bounds.total)
+    project = Projector(net, certify_every)
+    project()
+    attack = _NetworkAttack(net, loss, dict(bounds), bounds.total, project)
     for x in _hostile(first.shape, dtype):
         attack.measure(x, 0)
     focus, radius = [None, *bounds], first.reach
@@ -136,8 +139,10 @@ def check_sensitivity(
 
 
 class _NetworkAttack:
-    def __init__(self, net: LipschitzLayer, loss: Any, bounds: dict[str, float], classes: int, total: float) -> None:
-        self.net, self.loss, self.bounds, self.classes, self.total = net, loss, bounds, classes, total
+    def __init__(
+        self, net: LipschitzLayer, loss: Any, bounds: dict[str, float], total: float, project: Callable[[], None]
+    ) -> None:
+        self.net, self.loss, self.bounds, self.total, self.project = net, loss, bounds, total, project
         self.named = {n: p for n, p in net.named_parameters() if p.requires_grad}
         self.worst, self.count = {**dict.fromkeys(bounds, 0.0), "all": 0.0}, 0
 
@@ -167,7 +172,7 @@ class _NetworkAttack:
                 return
             slopes = torch.autograd.grad(goal, [x, *weights], allow_unused=True)
             x = _climb(x, slopes[0], radius, damped=True)
-            _move(weights, slopes[1:], self.net.project)
+            _move(weights, slopes[1:], self.project)
 
 
 def check_loss(
