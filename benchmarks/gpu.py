@@ -88,6 +88,11 @@ def stepper(method: str, args: argparse.Namespace):
         with precision():
             loss = criterion(run(x), y)
         loss.backward()
+        if method.startswith("opacus"):  # as its BatchMemoryManager does: clip and add up each part, release with the last
+            optimizer.signal_skip_step(not last)
+            optimizer.step()
+            optimizer.zero_grad()
+            return
         if training is not None or last:
             optimizer.step()
         if training is None and last:
