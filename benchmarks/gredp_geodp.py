@@ -129,11 +129,10 @@ class Bench:
     def run_apart(self, phase: str, trials: list[Trial]) -> None:
         from erlangen.experiments.pool import Pool
 
-        for part in batched(trials, 8 * self.options.processes):
+        jobs = [(trial, phase, self.options.steps) for trial in trials]
+        for (trial, *_), scores in Pool(self.options.processes).run(one, jobs):
+            self.keep(phase, [trial], [scores])
             self.in_time()
-            jobs = [(trial, phase, self.options.steps) for trial in part]
-            for (trial, *_), scores in Pool(self.options.processes).run(one, jobs):
-                self.keep(phase, [trial], [scores])
 
     def save(self) -> None:
         self.result["seconds"] = self.before + time.perf_counter() - self.started
