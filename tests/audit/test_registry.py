@@ -121,3 +121,41 @@ def test_what_the_library_defines_without_registering_it_is_reported():
     assert specimens.NanPasses not in registry.defined(base.Mechanism)  # broken on purpose
     del stray
     gc.collect()
+
+
+def test_a_new_broken_layer_rule_registered_by_name_is_caught(only, monkeypatch):
+    """A rule may be registered for a layer whose package is not installed; its stand-in goes through the same rule."""
+    from erlangen.gradients.registry import rule
+    from erlangen.gradients.rules import interop
+
+    path = "escnn.nn.modules.conv.r2convolution.R2Conv"
+    monkeypatch.setattr(static, "bounded_examples", dict)
+    monkeypatch.setattr(static, "chains", dict)
+    only(rules, "_RULES", {})
+
+    @rule(path)
+    def without_bias(module, tape, input):
+        kept, module.expand_parameters = module.expand_parameters, lambda: (kept()[0], kept()[1].detach())
+        try:
+            return interop.escnn_convolution(module, tape, input)
+        finally:
+            del module.expand_parameters
+
+    kernel, unknown = lambda module, tape, x: x, "a.package.Layer"
+    rule(unknown)(kernel)
+    found = verdicts(static._layers(silent), path)
+    assert found == {"layer rule": VIOLATED}
+    assert verdicts(static._layers(silent), unknown) == {"layer rule": INCONCLUSIVE}
+
+
+def test_a_new_broken_mechanism_is_caught_in_sessions(only):
+    """Through model, tape, parts, companions and optimizer."""
+
+    class CountedTwice(GaussianMechanism):
+        def accumulate(self, gradients):
+            super().accumulate(gradients)
+            super().accumulate(gradients)
+
+    only(base, "_MECHANISMS", {})
+    base.register_mechanism("brand new")(lambda c: CountedTwice(c.noise_multiplier, c.clipping, None, c.noise))
+    assert verdicts(static._sessions(silent), "brand new") == {"session": VIOLATED}

@@ -45,6 +45,69 @@ class _Outputs(nn.Module):
         return self.cell(x)[0]
 
 
+class _Field:
+    """A tensor with a type, as packages of equivariant layers hand it on."""
+
+    def __init__(self, tensor: Tensor, kind: Any = None) -> None:
+        self.tensor, self.type = tensor, kind
+
+
+class _ExpandedConvolution(nn.Module):
+    """What the rule for escnn's R2Conv sees of one: a kernel that is computed from parameters, and how it is moved."""
+
+    __module__, __qualname__ = "escnn.nn.modules.conv.r2convolution", "R2Conv"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.bias = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(3))
+        self.register_buffer("basis", torch.randn(7, 3, 2, 3, 3, generator=torch.Generator().manual_seed(3)))
+        self.padding, self.stride, self.dilation, self.groups = 1, 2, 1, 1
+        self.padding_mode, self.out_type = "zeros", None
+
+    def expand_parameters(self) -> tuple[Tensor, Tensor]:
+        return torch.einsum("k,kocij->ocij", self.weights, self.basis), 2.0 * self.bias
+
+    def forward(self, input: _Field) -> _Field:
+        return _Field(nn.functional.conv2d(input.tensor, *self.expand_parameters(), self.stride, self.padding))
+
+
+class _Unpacked(nn.Module):
+    """Plain tensors in and out of a layer of fields."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(_Field(x)).tensor
+
+
+def named_examples() -> dict[str, Example]:
+    """By the path under which a rule is registered: stand-ins, because the packages need not be installed."""
+    return {
+        "escnn.nn.modules.conv.r2convolution.R2Conv": Example(
+            lambda: _Unpacked(_ExpandedConvolution()), _floats(2, 6, 5)
+        ),
+    }
+
+
+def chains() -> dict[str, Example]:
+    """Runs of layers that become one kernel on a GPU."""
+    from erlangen import equivariant as eq
+
+    fields = eq.regular_fields(eq.cyclic(4), 4)
+    layers = lambda *middle: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *middle, nn.Conv2d(16, 4, 1))  # noqa: E731
+    return {
+        "Mish, GroupNorm, pool": Example(
+            lambda: layers(nn.Mish(), nn.GroupNorm(2, 16), nn.MaxPool2d(2)), _floats(3, 8, 8)
+        ),
+        "GroupNorm, ReLU": Example(lambda: layers(nn.GroupNorm(4, 16), nn.ReLU()), _floats(3, 8, 8)),
+        "EquivariantGroupNorm, Mish": Example(
+            lambda: layers(eq.EquivariantGroupNorm(fields), nn.Mish()), _floats(3, 8, 8)
+        ),
+    }
+
+
 def examples() -> dict[type[nn.Module], Example]:
     """By registered type."""
     from erlangen import equivariant as eq
@@ -84,14 +147,27 @@ def examples() -> dict[type[nn.Module], Example]:
     }
 
 
-def layer_examples() -> dict[type[nn.Module], Example | None]:
-    """Every registered type with its example, or None where there is none."""
+def layer_examples() -> dict[type[nn.Module] | str, Example | None]:
+    """Every registered type, and every path of a type, with its example, or None where there is none."""
     for package in REGISTER:
         importlib.import_module(package)
     from erlangen.gradients import registered
+    from erlangen.gradients.registry import registered_by_name
 
-    known = examples()
-    return {kind: known.get(kind, getattr(kind, "audit_example", None)) for kind in registered()}
+    known, named = examples(), named_examples()
+    found: dict[type[nn.Module] | str, Example | None] = {
+        kind: known.get(kind, getattr(kind, "audit_example", None)) for kind in registered()
+    }
+    return found | {path: named.get(path, _brought(path)) for path in registered_by_name()}
+
+
+def _brought(path: str) -> Example | None:
+    """The example that a layer of an installed package brings itself."""
+    package, _, name = path.rpartition(".")
+    try:
+        return getattr(getattr(importlib.import_module(package), name, None), "audit_example", None)
+    except ImportError:
+        return None
 
 
 def bounded_examples() -> dict[type[nn.Module], tuple[Any, tuple[int, ...]] | None]:

@@ -144,6 +144,9 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, seed: int = 0) -
             yield pair(f"size {size:.6g}", size * some[0][1][None], others)
             yield pair(f"size {size:.6g}, every parameter", size * some[1][1][None], others)
         yield pair(f"size {size:.6g}, float64", size * some[0][1][None].double(), nobody, torch.float64)
+    many = bound * some[0][1].expand(40, d)
+    yield pair("huge among forty of its kind", 1e4 * bound * some[0][1][None], many)
+    yield pair("huge against forty of its kind", -1e4 * bound * some[0][1][None], many)
     for bad in (math.nan, math.inf, -math.inf):
         one = torch.zeros(1, d)
         one[0, -1] = bad

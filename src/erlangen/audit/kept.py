@@ -20,7 +20,7 @@ from erlangen.audit.verdict import Finding
 #: no audit imports these
 SHOWN_ONLY = ("cli", "deploy", "experiments", "report", "ui")
 #: only tasks of the zoo see the broken specimens; nothing but the last page depends on how it is written
-ZOO, PAGE = ("audit/specimens.py", "audit/zoo.py"), "audit/markdown.py"
+ZOO, PAGE = ("audit/broken_sessions.py", "audit/specimens.py", "audit/zoo.py"), "audit/markdown.py"
 
 
 class Named(Protocol):

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from erlangen.audit.flow import TOLERANCE
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import Finding, failed, passed
-from erlangen.gradients import Tape, attach, detach
+from erlangen.gradients import RowMap, Tape, attach, detach
 from erlangen.gradients.tape import STRATEGIES, PerSampleGradients
 from erlangen.mechanisms.gaussian import GaussianMechanism
 
@@ -34,8 +35,9 @@ def _loss(out: object) -> Tensor:
     return torch.stack([(o.flatten(1).sin() + 0.1 * o.flatten(1).square()).sum(1) for o in outs]).sum(0)
 
 
-def recorded(module: nn.Module, x: Tensor, strategy: str) -> PerSampleGradients:
+def recorded(module: nn.Module, x: Tensor, strategy: str, rows: RowMap | None = None) -> PerSampleGradients:
     tape = Tape(dict(module.named_parameters()), "sum", strategy)
+    tape.rows = rows
     attach(module, tape)
     try:
         _loss(module(x)).sum().backward()
@@ -54,31 +56,57 @@ def one_by_one(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @single_threaded
-def audit_layer(name: str, example: Example, rows: int = 3) -> Finding:
-    """Agreement of gradients, norms and sums for every strategy; then contributions under hostile inputs, also in bfloat16."""
+def audit_layer(name: str, example: Example, rows: int = 3, device: str = "cpu") -> Finding:
+    """Agreement of gradients, norms and sums for every strategy and row map, in two metrics; then contributions under hostile
+    inputs, also in bfloat16. On a GPU this goes through the fused kernels."""
     torch.manual_seed(0)
     module = example.build()
     for p in module.parameters():
         if p.ndim == 1:  # affine parameters at their defaults hide mistakes
             p.data.add_(0.3 * torch.randn_like(p))
-    problem = _agreement(module, example.inputs(rows)) or _contributions(module, example.inputs(rows))
+    module, x = placed(module, device), placed(example.inputs(2 * rows), device)
+    problem = _agreement(module, x) or _contributions(module, x)
     return failed(name, "layer rule", problem) if problem else passed(name, "layer rule", rows * len(STRATEGIES))
 
 
+def placed(what: Any, device: str) -> Any:
+    """On the device, images as its kernels want them."""
+    images = device != "cpu" and (isinstance(what, nn.Module) or what.ndim == 4)
+    return what.to(device, memory_format=torch.channels_last) if images else what.to(device)
+
+
+def row_maps(rows: int) -> dict[str, RowMap]:
+    """One owner for each row, two views of each owner, and owners in any order with a row that is padding."""
+    mixed = torch.arange(rows) % max(1, rows // 2)
+    mixed[-1] = -1
+    return {"rows": RowMap.regular(rows), "views": RowMap.regular(rows // 2, 2), "owners": RowMap.of(mixed)}
+
+
 def _agreement(module: nn.Module, x: Tensor) -> str | None:
-    want = one_by_one(module, x)
+    alone = one_by_one(module, x)
     for strategy in STRATEGIES:
-        problem = _difference(recorded(module, x, strategy), want, strategy)
-        if problem:
-            return problem
+        for label, rows in row_maps(len(x)).items():
+            problem = _difference(recorded(module, x, strategy, rows), _of_owners(alone, rows), f"{strategy}, {label}")
+            if problem:
+                return problem
     return None
+
+
+def _of_owners(alone: dict[str, Tensor], rows: RowMap) -> dict[str, Tensor]:
+    """The mean over each owner's rows, written out."""
+    owner = torch.arange(rows.rows) // rows.views if rows.owner is None else rows.owner
+    return {
+        n: torch.stack([g[(owner == k).to(g.device)].mean(0) for k in range(rows.owners)]) for n, g in alone.items()
+    }
 
 
 @torch.no_grad()
 def _difference(got: PerSampleGradients, want: dict[str, Tensor], strategy: str) -> str | None:
-    mix = torch.linspace(0.2, 1.0, got.owners)
+    mix = torch.linspace(0.2, 1.0, got.owners, device=next(iter(want.values())).device)
     total = math.sqrt(sum(float(w.square().sum()) for w in want.values())) + 1e-30
+    metric = {n: torch.linspace(0.5, 1.5, w[0].numel(), device=w.device).view(w.shape[1:]) for n, w in want.items()}
     norms, sums = got.norms_squared(), got.weighted_sum({n: mix for n in got.names})
+    measured = got.norms_squared(lambda n: metric[n])
     for name, w in want.items():
         if name not in got.names:
             if float(w.abs().max()) > 0:
@@ -87,6 +115,7 @@ def _difference(got: PerSampleGradients, want: dict[str, Tensor], strategy: str)
         error = {
             "gradients": float((got.dense(name) - w).norm()),
             "norms": float((norms[name].sqrt() - w.flatten(1).norm(dim=1)).abs().max()),
+            "weighted norms": float((measured[name].sqrt() - (w * metric[name]).flatten(1).norm(dim=1)).abs().max()),
             "sums": float((sums[name] - torch.einsum("n,n...->...", mix, w)).norm()),
         }
         for what, value in error.items():

@@ -86,6 +86,7 @@ def audit_noise(
         p |= {
             f"noise with {label} as scale is not standard normal": float(stats.kstest(x, "norm").pvalue),
             f"noise with {label} as scale has the wrong variance": _variance(x),
+            f"noise with {label} as scale has the wrong tails": _tails(x),
             f"noise with {label} as scale is not white": _correlation(
                 torch.from_numpy(x[:-1]), torch.from_numpy(x[1:])
             ),
@@ -106,6 +107,12 @@ def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def _variance(x: np.ndarray) -> float:
     q = float(stats.chi2.cdf((x**2).sum(), x.size))
+    return 2 * min(q, 1 - q)
+
+
+def _tails(x: np.ndarray) -> float:
+    """Two-sided p-value of the largest |x|: all of them lie below m with probability (2Φ(m) − 1)ⁿ."""
+    q = float((2 * stats.norm.cdf(np.abs(x).max()) - 1) ** x.size)
     return 2 * min(q, 1 - q)
 
 
@@ -152,7 +159,22 @@ def audit_sampler(
             again[step, twin.draw()] = 1.0
         scale = math.sqrt(q * (1 - q))
         p[label] = dependence(((drawn[:200] - q) / scale).numpy(), ((again - q) / scale).numpy())
+    for few, size in ODD_SIZES:
+        told = f"records are not drawn at the claimed rate ({few} units, batch {size:g})"
+        p[told] = _rate_at(make, few, size, steps // 2)
     return judged(name, "sampler", p, steps, facts)
+
+
+#: (units, expected batch) that do not divide: a rate of whole batches shows here
+ODD_SIZES = ((7, 5.0), (11, 4.0))
+
+
+def _rate_at(make: MakeSampler, units: int, batch: float, steps: int) -> float:
+    """Two-sided p-value of the claimed rate at another size."""
+    sampler = make(units, batch, 5, "run")
+    q = getattr(sampler.event(gaussian(1.0)), "sampling_probability", 1.0)
+    total = sum(len(sampler.draw()) for _ in range(steps))
+    return float(stats.binomtest(total, steps * units, q).pvalue)
 
 
 def poisson_tests(drawn: np.ndarray, q: float | np.ndarray, period: int) -> dict[str, float]:

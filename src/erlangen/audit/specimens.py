@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from erlangen.accounting import gaussian, poisson
 from erlangen.audit.layers import Example
-from erlangen.gradients.pieces import Dense
+from erlangen.gradients.pieces import Dense, Outer
 from erlangen.gradients.registry import _RULES, registered
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.lipschitz import SpectralConv2d, SpectralDense
@@ -148,6 +148,37 @@ class SubsampledNoise(GaussianMechanism):
         return gaussian((self.noise_multiplier if noise_multiplier is None else noise_multiplier) * 1.5)
 
 
+class NoiseOfTheMean(GaussianMechanism):
+    @property
+    def std(self) -> float:
+        return super().std / self.expected_batch
+
+
+class QuantileBeforeNoise(GaussianMechanism):
+    def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        self.clipping.update(expected_batch, expected_batch)
+        return super().finish(expected_batch)
+
+
+class NoiseOfTheFirstPart(GaussianMechanism):
+    def accumulate(self, gradients: PerSampleGradients) -> None:
+        super().accumulate(gradients)
+        self.clipping.bound *= 0.9
+
+
+class SkipsEmptyBatches(GaussianMechanism):
+    def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        empty = not any(bool(total.any()) for total in self._sum.values())
+        return {n: t / expected_batch for n, t in self._sum.items()} if empty else super().finish(expected_batch)
+
+
+class ClippedAgain(GaussianMechanism):
+    def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        length = torch.cat([t.flatten() for t in self._sum.values()]).norm()
+        released = super().finish(expected_batch)
+        return {n: g / length.clamp(min=1.0) for n, g in released.items()}
+
+
 # --- clipping rules --------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +200,26 @@ class CountNotPaidFor(AdaptiveQuantile):
 class SoftClip(Flat):
     def weights(self, norms: Tensor) -> Tensor:
         return self.bound / norms.clamp(min=self.bound).sqrt().square().clamp(max=1e6)
+
+
+class FactorInHalfPrecision(Flat):
+    def weights(self, norms: Tensor) -> Tensor:
+        return (self.bound / norms).clamp(max=1.0).bfloat16().to(norms)
+
+
+class SquaredNormAgainstBound(Flat):
+    def weights(self, norms: Tensor) -> Tensor:
+        return (self.safe_bound(norms) / norms.square()).clamp(max=1.0)
+
+
+class LargestLayerNorm(PerLayer):
+    def weights(self, norms: Tensor) -> Tensor:
+        return (self.safe_bound(norms) / norms.amax(0, keepdim=True)).clamp(max=1.0).expand_as(norms)
+
+
+class NoGamma(AutoS):
+    def weights(self, norms: Tensor) -> Tensor:
+        return self.safe_bound(norms) / norms
 
 
 class HalfSpectrumUnweighted(Fourier):
@@ -211,6 +262,24 @@ class UniformNoise(StreamNoise):
         return value + (torch.rand(value.shape, generator=g, dtype=value.dtype) - 0.5) * math.sqrt(12.0) * std
 
 
+class SeededByStep(StreamNoise):
+    def next_release(self) -> None:
+        super().next_release()
+        self._generators = {torch.device("cpu"): torch.Generator().manual_seed(self._step)}
+
+
+class CutTails(StreamNoise):
+    def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
+        noise = super().perturb(torch.zeros_like(value), 1.0)
+        return value + noise.clamp(-2.0, 2.0) * std
+
+
+class NoiseInHalfPrecision(StreamNoise):
+    def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
+        noise = super().perturb(torch.zeros_like(value), 1.0)
+        return (value.bfloat16() + (noise * std).bfloat16()).to(value)
+
+
 class FixedBatchesAsPoisson(ShuffledBatches):
     def event(self, release: Any) -> Any:
         return poisson(self.sample_rate, release)
@@ -242,6 +311,23 @@ class RateUnderstated(PoissonSampler):
         return poisson(self.sample_rate / 2, release)
 
 
+class RateOfTheLoader(PoissonSampler):
+    def event(self, release: Any) -> Any:
+        return poisson(1.0 / math.ceil(self.units / self.expected_batch), release)
+
+
+class WithReplacement(PoissonSampler):
+    def _draw(self, step: int) -> Tensor:
+        return torch.randint(0, self.units, (len(super()._draw(step)),), generator=self._stream.at(-step - 1))
+
+
+class SkipsRecordsOfTheLastBatch(PoissonSampler):
+    def _draw(self, step: int) -> Tensor:
+        batch, self.before = super()._draw(step), getattr(self, "before", torch.zeros(0))
+        self.before = batch[~torch.isin(batch, self.before)]
+        return self.before
+
+
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +356,25 @@ def averages_tokens(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     def pieces(saved: tuple[Tensor, ...], d: Tensor, views: int) -> Any:
         yield weight, Dense(torch.einsum("nto,nti->noi", d.flatten(1, -2), saved[0].flatten(1, -2)) / d.shape[1])
         yield bias, Dense(d.flatten(1, -2).mean(1))
+
+    return tape.tap(out, (input,), (weight, bias), pieces)
+
+
+class NoCrossTerms(Outer):
+    """Norms as if tokens were orthogonal."""
+
+    def norms_squared(self, weight: Any = None) -> Tensor:
+        return (self.a.square().sum(2) * self.d.square().sum(2)).sum(1)
+
+
+def adds_up_norms(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    out = nn.functional.linear(input, weight.detach(), bias.detach())
+
+    def pieces(saved: tuple[Tensor, ...], d: Tensor, views: int) -> Any:
+        a, c = (t.flatten(1, -2).unflatten(0, (-1, views)).flatten(1, 2) for t in (saved[0], d))
+        yield weight, NoCrossTerms(a, c)
+        yield bias, Dense(c.sum(1))
 
     return tape.tap(out, (input,), (weight, bias), pieces)
 

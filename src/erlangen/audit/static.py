@@ -18,13 +18,14 @@ from torch import nn
 
 from erlangen.audit.clipping import audit_clipping
 from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
-from erlangen.audit.examples import bounded_examples, layer_examples
+from erlangen.audit.examples import bounded_examples, chains, layer_examples
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Releaser, Subject
 from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.registry import defined, load_all, missing
 from erlangen.audit.search import stated_covariance
+from erlangen.audit.sessions import audit_sessions
 from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import CONFIDENCE, Finding, corrected, failed, passed, unable
@@ -280,6 +281,15 @@ def _alone_in_a_group(name: str, build: Callable[[Any], Mechanism], seen: set[ty
         dist.destroy_process_group()
 
 
+def _sessions(progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Every mechanism in training sessions, with options that stand together."""
+    for k, recipe in enumerate(r for r in recipes() if isinstance(r, Recipe)):
+        progress(f"sessions with {recipe.name}")
+        loss = {"loss": "cross-entropy"} if "loss" in recipe.options else {}
+        mechanism = {"mechanism": recipe.mechanism, "mechanism_options": {**recipe.options, **loss}}
+        yield guarded(recipe.name, "session", audit_sessions, k, mechanism)
+
+
 def _flow(name: str, recipe: Recipe) -> Finding:
     return audit_flow(name, recipe.build, recipe.build().shapes, recipe.bound)
 
@@ -331,12 +341,15 @@ def _companions(progress: Callable[[str], None]) -> Iterator[Finding]:
 
 
 def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
-    for kind, example in layer_examples().items():
-        progress(kind.__name__)
+    rules = {getattr(kind, "__name__", str(kind)): example for kind, example in layer_examples().items()}
+    for name, example in {**rules, **chains()}.items():
+        progress(name)
         if example is None:
-            yield unable(kind.__name__, "layer rule", "registered, but erlangen.audit.examples has no example of it")
-        else:
-            yield guarded(kind.__name__, "layer rule", audit_layer, example)
+            yield unable(name, "layer rule", "registered, but erlangen.audit.examples has no example of it")
+            continue
+        for device in devices():
+            where = name if device == "cpu" else f"{name} on {device}"
+            yield guarded(where, "layer rule", audit_layer, example, 3, device)
     for kind, entry in bounded_examples().items():
         progress(kind.__name__)
         if entry is None:
@@ -345,4 +358,9 @@ def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
             yield guarded(kind.__name__, "bounds", audit_bounds, *entry)
 
 
-PARTS = (_mechanisms, _clipping, _noise, _samplers, _companions, _layers)
+def devices() -> tuple[str, ...]:
+    """A GPU, where there is one, has kernels of its own."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+PARTS = (_mechanisms, _sessions, _clipping, _noise, _samplers, _companions, _layers)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from erlangen import lipschitz as lip
+from erlangen.audit import broken_sessions as trainers
 from erlangen.audit import specimens as bad
 from erlangen.audit.clipping import audit_clipping
 from erlangen.audit.companions import audit_companion
@@ -21,6 +22,7 @@ from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.randomness import audit_noise, audit_sampler
+from erlangen.audit.sessions import audit_sessions
 from erlangen.audit.static import audit_bounds, audit_covariance, states_its_covariance
 from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.verdict import Finding
@@ -29,6 +31,7 @@ from erlangen.mechanisms import Diagonal, Direction, Fourier, GaussianMechanism,
 from erlangen.mechanisms.clipping import AdaptiveQuantile, AutoS, Flat, PerLayer
 from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
 from erlangen.sampling import PoissonSampler, ShuffledBatches
+from erlangen.training.session import Session
 
 SHAPES = {"conv": torch.Size([1, 1, 5]), "head": torch.Size([3])}
 BOUND, SIGMA, BATCH = 0.7, 1.0, 4.0
@@ -72,6 +75,8 @@ def examine(specimen: Specimen, trials: int = 1000, static: bool = True, seed: i
         finally:  # the zoo must not infect the registry
             _RULES.clear()
             _RULES.update(before)
+    if specimen.kind == "session":
+        return [audit_sessions(name, None, {"mechanism": "iso"}, make)]  # type: ignore[arg-type]
     if specimen.kind == "companion":
         return audit_companion(name, make)  # type: ignore[arg-type]
     return [audit_bounds(name, *make()), audit_step(name, lambda: trained(*make()))]
@@ -133,7 +138,16 @@ def zoo() -> list[Specimen]:
         Specimen("geodp, or for and", "mechanism", lambda: bad.OrInsteadOfComposition(SIGMA, BOUND, StreamNoise(1)),
                  "two releases priced as one"),
         Specimen("optimistic event", "mechanism", _iso(bad.SubsampledNoise), "the event claims more noise than there is"),
+        Specimen("noise of the mean", "mechanism", _iso(bad.NoiseOfTheMean), "noise σC/B on a sum that is not divided"),
+        Specimen("bound moves first", "mechanism", adaptive(bad.QuantileBeforeNoise), "clipped at one bound, noised for another"),
+        Specimen("bound sinks", "mechanism", _iso(bad.NoiseOfTheFirstPart), "the bound is lowered between sum and noise"),
+        Specimen("empty batches skipped", "mechanism", _iso(bad.SkipsEmptyBatches), "no noise where there is nothing"),
+        Specimen("divided by the length", "mechanism", _iso(bad.ClippedAgain), "scaled by the length before noise"),
         Specimen("flat", "clipping", Flat),
+        Specimen("factor in 16 bits", "clipping", bad.FactorInHalfPrecision, "the clip factor is rounded up"),
+        Specimen("squared norm", "clipping", bad.SquaredNormAgainstBound, "C against ‖g‖²"),
+        Specimen("largest layer", "clipping", bad.LargestLayerNorm, "the norm of the largest layer for all"),
+        Specimen("auto-s without γ", "clipping", bad.NoGamma, "a gradient of zero becomes NaN"),
         Specimen("per-layer", "clipping", PerLayer),
         Specimen("per-layer counted once", "clipping", bad.PerLayerCountedOnce, "every layer clipped at C, accounted as one"),
         Specimen("auto-s", "clipping", AutoS),
@@ -148,7 +162,13 @@ def zoo() -> list[Specimen]:
         Specimen("same noise at every step", "noise", plain(bad.SameEveryStep), "steps share a stream"),
         Specimen("same noise for every layer", "noise", plain(bad.SameForEveryLayer), "layers share a stream"),
         Specimen("uniform noise", "noise", plain(bad.UniformNoise), "right variance, wrong distribution"),
+        Specimen("seeded by the step", "noise", plain(bad.SeededByStep), "every run draws the same noise at step k"),
+        Specimen("tails cut", "noise", plain(bad.CutTails), "noise ends at two standard deviations"),
+        Specimen("noise in 16 bits", "noise", plain(bad.NoiseInHalfPrecision), "value and noise are rounded to eight bits"),
         Specimen("poisson", "sampler", sampler(PoissonSampler)),
+        Specimen("rate of the loader", "sampler", sampler(bad.RateOfTheLoader), "q = 1/⌈N/B⌉, not B/N"),
+        Specimen("with replacement", "sampler", sampler(bad.WithReplacement), "a record may be in a batch twice"),
+        Specimen("no record twice running", "sampler", sampler(bad.SkipsRecordsOfTheLastBatch), "who was drawn last time sits out"),
         Specimen("shuffled", "sampler", sampler(ShuffledBatches)),
         Specimen("fixed batches as poisson", "sampler", sampler(bad.FixedBatchesAsPoisson), "shuffled batches claim amplification"),
         Specimen("no empty batch", "sampler", sampler(bad.NoEmptyBatch), "empty batches are filled up"),
@@ -170,6 +190,19 @@ def zoo() -> list[Specimen]:
                  "the rule forgets the bias"),
         Specimen("mean over tokens", "layer rule", lambda: bad.with_rule(bad.MeanOverTokens, bad.averages_tokens),
                  "tokens averaged, not summed"),
+        Specimen("no cross terms", "layer rule", lambda: bad.with_rule(nn.Linear, bad.adds_up_norms),
+                 "norms as if tokens were orthogonal"),
+        Specimen("session", "session", Session),
+        Specimen("mean in 16 bits", "session", trainers.MeanInHalfPrecision, "16-bit gradients divided by the realised batch"),
+        Specimen("views clipped apart", "session", trainers.ViewsClippedApart, "views clipped separately, counted as one"),
+        Specimen("unit ignored", "session", trainers.UnitIgnored, "a patient's images clipped one by one"),
+        Specimen("padding counts", "session", trainers.PaddingCounts, "rows that stand in for nobody contribute"),
+        Specimen("accumulated, then clipped", "session", trainers.MicroBatchClippedAsOne, "a micro-batch is clipped as one record"),
+        Specimen("batch statistics", "session", trainers.BatchStatistics, "inputs centred by the batch"),
+        Specimen("class counts", "session", trainers.WeightsByClassCounts, "losses weighted by the batch's class counts"),
+        Specimen("rate by realised batch", "session", trainers.RateByRealisedBatch, "learning rate from the realised batch"),
+        Specimen("loss in the checkpoint", "session", trainers.LossInTheCheckpoint, "a training loss is kept without noise"),
+        Specimen("average of inputs", "session", trainers.AverageOfInputs, "statistics of records are kept without noise"),
         Specimen("spectral convolution", "bounds", lambda: (lambda: lip.SpectralConv2d(1, 2, 3, bias=True), (1, 5, 5))),
         Specimen("bias bound without area", "bounds", lambda: (lambda: bad.BiasBoundWithoutArea(1, 2, 3, bias=True), (1, 5, 5)),
                  "bias bound without √(HW)"),

@@ -41,6 +41,13 @@ def find_rule(module: nn.Module) -> Rule | None:
     return None
 
 
+def registered_by_name() -> dict[str, Rule]:
+    """Rules of layers whose package may not be installed, by the path of the layer."""
+    from erlangen.gradients import rules  # noqa: F401
+
+    return {layer: fn for layer, fn in _RULES.items() if isinstance(layer, str)}
+
+
 def registered() -> dict[type[nn.Module], Rule]:
     """All rules, for tests and audits that must see every one, also those of layers nobody has used yet."""
     import erlangen.circulant
