@@ -1,0 +1,153 @@
+"""The frequency and direction benchmark: equal effort, true noise, common seeds, and a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import erlangen.training.ensemble
+from erlangen.accounting import epsilon, gaussian, poisson
+from erlangen.data.base import Dataset
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+tasks = script("gredp_geodp_tasks")
+bench = script("gredp_geodp")
+
+
+def spent(sigma: float, batch: int, records: int, steps: int, method: str) -> float:
+    return epsilon([(poisson(batch / records, gaussian(sigma)), steps)], 1e-5, method)
+
+
+@pytest.mark.parametrize("target", tasks.SIGMAS)
+def test_stored_noise_is_what_it_says(target):
+    for sigma, method in zip(tasks.SIGMAS[target], ("pld", "rdp"), strict=True):
+        assert 0.996 * target < spent(sigma, 500, 60_000, 1200, method) <= target
+
+
+def test_stored_noise_of_other_batches_and_data():
+    for batch, sigmas in tasks.BATCH_SIGMAS.items():
+        assert 1.99 < spent(sigmas[0], batch, 60_000, round(600_000 / batch), "pld") <= 2.0
+        assert 1.99 < spent(sigmas[1], batch, 60_000, round(600_000 / batch), "rdp") <= 2.0
+    for sigma, method in zip(tasks.MODEL_3_SIGMAS, ("pld", "rdp"), strict=True):
+        assert 1.99 < spent(sigma, 500, 50_000, 3000, method) <= 2.0
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_method_has_the_same_number_of_trials(name):
+    task = tasks.TASKS[name]
+    assert len({len(task.grid(method)) for method in task.methods}) == 1
+    for method in task.methods:
+        for setting in task.where(method, tuple(task.settings)):
+            for pick in (*task.grid(method), *task.picks):
+                config = task.config(method, setting, pick, 0, "cpu")
+                moved = config.lr * config.max_grad_norm / (1 - config.momentum)
+                assert math.isclose(moved, pick[0])
+                assert ("as published" in method) == bool(config.mechanism_options.get("as_published"))
+                assert not (config.mechanism == "gredp" and "claimed" in setting) or "as published" in method
+
+
+def small() -> Dataset:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((240, 1, 28, 28), np.float32), rng.integers(0, 10, 240)
+    return Dataset("mnist", x, y, x[:30], y[:30], 10)
+
+
+def options(tmp_path: Path, **changes) -> argparse.Namespace:
+    values = {
+        "data": tmp_path, "out": tmp_path / "out.json", "tasks": ["geodp-fig5"], "seeds": 2, "tune_seeds": 1, "members": 48,
+        "budget": math.inf, "steps": 1, "epsilon": False, "no_graph": True, "processes": 0, "resume": True, "device": "cpu",
+    }  # fmt: skip
+    return argparse.Namespace(**{**values, **changes})
+
+
+@pytest.fixture
+def data(monkeypatch):
+    monkeypatch.setattr(bench, "load", lambda name: small())
+    bench.dataset.cache_clear()
+    yield
+    bench.dataset.cache_clear()
+
+
+def test_what_stopped_goes_on_and_nothing_runs_twice(tmp_path, data, capsys):
+    bench.Bench(options(tmp_path, budget=0.0)).main()
+    assert "out of time" in capsys.readouterr().out
+    bench.Bench(options(tmp_path)).main()
+    first = json.loads((tmp_path / "out.json").read_text())
+    keys = [json.dumps(row["key"]) for row in first["runs"]]
+    assert len(set(keys)) == len(keys)
+    task = tasks.TASKS["geodp-fig5"]
+    assert len(first["tuning"]) == len(task.methods) * len(task.settings) * 6
+    assert {(r["method"], r["setting"]) for r in first["table"]} == {
+        (m, s) for m in task.methods for s in task.settings
+    }
+    bench.Bench(options(tmp_path)).main()
+    assert json.loads((tmp_path / "out.json").read_text())["runs"] == first["runs"]
+
+
+def test_tuning_never_sees_the_test_set(data):
+    held, whole = bench.dataset("mnist", "tuning"), bench.dataset("mnist", "runs")
+    assert len(held) == 220
+    assert np.array_equal(held.x_test, whole.x_train[220:])
+    assert len(whole) == 240
+
+
+def test_runs_of_a_seed_share_weights_and_batches_but_no_noise(data):
+    pick = (1.0, 1.0, 0.0)
+    trials = [bench.Trial("gredp-table1", m, "true", *pick, seed) for m in ("DP-SGD", "GReDP") for seed in (0, 1)]
+    configs = [tasks.shortened(t.config("cpu"), 2) for t in trials]
+    build = lambda: erlangen.training.ensemble.Ensemble(configs, small(), run_ids=[t.pair for t in trials])  # noqa: E731
+    ensemble = build()
+    a, b, c, d = ensemble.stack.flat
+    assert torch.equal(a, c)
+    assert torch.equal(b, d)
+    assert not torch.equal(a, b)
+    table, _ = ensemble.batches.draw(2)
+    assert np.array_equal(table[:, 0], table[:, 2])
+    assert not np.array_equal(table[:, 0], table[:, 1])
+    trained = build()
+    trained.run()
+    moved = trained.stack.flat - ensemble.stack.flat
+    noise = moved[0] - moved[2]  # the same gradients: what differs is the noise of two members
+    scale = configs[0].lr * configs[0].noise_multiplier / configs[0].batch * math.sqrt(2 * 2)
+    assert 0.9 < float(noise.std()) / scale < 1.1
+
+
+def test_differences_are_paired_by_seed():
+    runs = [
+        {"key": ["gredp-table1", m, "true", 1.0, 1.0, 0.9, s], "test_accuracy": v}
+        for m, s, v in [("DP-SGD", 0, 0.9), ("DP-SGD", 1, 0.5), ("GReDP", 0, 0.91), ("GReDP", 1, 0.51)]
+    ]
+    row = next(r for r in bench.table(runs) if r["method"] == "GReDP")
+    paired = row["paired"]["DP-SGD momentum 0.9"]
+    assert math.isclose(paired["mean"], 1.0)
+    assert paired["standard_error"] < 1e-9
+    assert paired["seeds"] == 2
+
+
+def test_the_truth_is_added_afterwards():
+    key = lambda method, setting: {"key": ["gredp-table1", method, setting, 1.0, 1.0, 0.9, 0]}  # noqa: E731
+    found = bench.true_epsilons([key("GReDP", "true"), key("GReDP as published", "claimed")])
+    assert 0.99 < found["gredp-table1 | true | GReDP"]["pld"] <= 1.0
+    assert found["gredp-table1 | claimed | GReDP as published"]["pld"] > 1.6
+    geodp = bench.true_epsilons([{"key": ["geodp-fig5", "GeoDP as published β=1", "σ=10", 1.6, 0.1, 0.0, 0]}])
+    assert next(iter(geodp.values())) == {"pld": "inf", "rdp": "inf"}
