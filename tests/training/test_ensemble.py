@@ -291,7 +291,7 @@ def test_other_members_other_noise():
     [
         ({"views": 2}, "views"), ({"optimizer": "adam"}, "optimizer"), ({"secure": True}, "secure"),
         ({"clipping": "per-layer"}, "flat"), ({"mechanism": "geodp", "mechanism_options": {"form": "angles"}}, "family"),
-        ({"selective": True}, "selective"), ({"sampling": "importance"}, "sampling"),
+        ({"selective": True}, "selective"), ({"sampling": "importance"}, "sampling"), ({"warm_up": 3}, "warm_up"),
     ],
 )  # fmt: skip
 def test_what_an_ensemble_cannot_do_is_refused(change, what):
