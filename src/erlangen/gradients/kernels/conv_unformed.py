@@ -52,10 +52,11 @@ def cheaper(tokens: int, channels: int, outputs: int) -> bool:
     if tokens > MOST_TOKENS or min(channels, outputs) < 64:
         return False
     flops, moved = 2 * (tokens**2 / outputs + WEIGHING), 4
-    return flops < FLOPS_PER_BYTE * moved and not tuned.weighing(_block(tokens), outputs, channels).stored
+    return flops < FLOPS_PER_BYTE * moved and not tuned.weighing(padded(tokens), outputs, channels).stored
 
 
-def _block(tokens: int) -> int:
+def padded(tokens: int) -> int:
+    """Positions rounded up to a power of two, as the kernels hold them."""
     return max(16, power_of_two(tokens))
 
 
@@ -192,7 +193,7 @@ def squared_norms(
     (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
     owners, taps, tokens = rows // views, kernel[0] * kernel[1], views * out_height * out_width
     x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
-    block = _block(tokens)
+    block = padded(tokens)
     setting = tuned.norms(block) if setting is None else setting
     centred = inverse is not None
     deep_c = min(setting.depth, max(16, power_of_two(channels)))
@@ -216,7 +217,7 @@ def weighted_sum(
     (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
     owners, taps, tokens = rows // views, kernel[0] * kernel[1], views * out_height * out_width
     x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
-    block = _block(tokens)
+    block = padded(tokens)
     setting = tuned.weighing(block, outputs, channels) if setting is None else setting
     tile_o = max(16, min(setting.outputs, power_of_two(outputs)))
     tile_c = max(16, min(setting.channels, power_of_two(channels)))
