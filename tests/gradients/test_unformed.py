@@ -65,7 +65,7 @@ def test_norms_are_those_of_unfolding_and_bound_what_is_summed(channels, outputs
     inverse = torch.rand(outputs, device=DEVICE) * 0.9 + 0.1 if centred else None
     exact, magnitude = conv_unformed.reference(x, d, views, *plane, inverse)
     value = conv_unformed.squared_norms(x, d, views, *plane, inverse, rounded=False)
-    assert float(((value - exact).abs() / magnitude.square()).max()) < 2e-6
+    assert float(((value - exact).abs() / magnitude.square()).max()) < (1e-5 if DEVICE == "cuda" else 2e-6)
     bound = conv_unformed.squared_norms(x, d, views, *plane, inverse)
     g = products(x, d, views, plane).double().flatten(2, 3)
     g = (g - g.mean(2, keepdim=True)) * inverse.double()[:, None] if inverse is not None else g
