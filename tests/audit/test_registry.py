@@ -51,7 +51,7 @@ def test_a_new_broken_mechanism_is_caught_in_release_and_in_training(only):
 def test_a_new_broken_clipping_rule_is_caught(only):
     only(clipping, "_RULES", {})
     clipping.register_clipping("brand new")(specimens.SoftClip)
-    assert verdicts(static._clipping(silent), "brand new") == {"clipping": VIOLATED}
+    assert verdicts(static._clipping(silent), "brand new") == {"clipping": VIOLATED, "constants": VIOLATED}
     assert verdicts(static._clipping(silent), "iso") == {"flow": VIOLATED}
 
 

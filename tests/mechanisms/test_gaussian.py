@@ -229,3 +229,24 @@ def test_james_stein_lowers_the_error_and_spares_strong_signals():
 
 def test_every_registered_mechanism_is_found():
     assert "iso" in mechanisms()
+
+
+@pytest.mark.parametrize("build", [
+    lambda: Flat(1e-24), lambda: PerLayer([1.0, 1e-20]), lambda: AutoS(1.0, gamma=1e-30), lambda: PSAC(1.0, r=1e-50),
+    lambda: AdaptiveQuantile(1e-30),
+])  # fmt: skip
+def test_constants_that_float32_cannot_measure_are_refused(build):
+    """A norm of 1e-23 has a square of 0 in float32: AUTO-S with γ = 1e-30 would blow it up to ten million times C."""
+    with pytest.raises(ValueError, match="give at least 1e-12"):
+        build()
+
+
+def test_an_adaptive_bound_stays_where_norms_can_be_measured():
+    rule = AdaptiveQuantile(1.0, rate=2.0)
+    rule.prepare(1.0, 10.0)
+    for _ in range(100):
+        rule.update(10.0, 10.0)
+    assert rule.bound == 1e-12
+    for _ in range(100):
+        rule.update(-10.0, 10.0)
+    assert rule.bound == 1e12

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from erlangen.audit.flow import TOLERANCE
 from erlangen.audit.verdict import Finding, failed, passed
+from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.clipping import ClippingRule
+from erlangen.mechanisms.gaussian import GaussianMechanism
 
 MakeRule = Callable[[float], ClippingRule]
 NAMES = ["first", "second", "third"]
@@ -76,3 +80,51 @@ def _side(rule: ClippingRule, norms: torch.Tensor) -> str | None:
             joint = (gradient + side) ** -0.5 if math.isfinite(side) else 0.0
             return f"gradient and side query together have multiplier {joint:.5g}, not {sigma:g}"
     return None
+
+
+# --- constants -------------------------------------------------------------------------------------------------------
+
+#: what a user may write for a bound or another constant of a rule
+EXTREMES = (1e-50, 1e-42, 1e-30, 1e-20, 1e-12, 1e-3, 1e3, 1e12, 1e30)
+#: lengths of gradients around which squares leave float32
+LENGTHS = (0.0, 1e-44, 1e-38, 1e-30, 1e-23, 1e-22, 1e-20, 1e-19, 1e-15, 1e-10, 1e-3, 1.0, 1e10, 1e18, 1e19)
+
+
+def audit_constants(name: str, kind: Callable[..., ClippingRule]) -> Finding:
+    """Extreme constants are refused, or hold: gradients of every length, measured and summed by the real mechanism."""
+    tried, refused = 0, 0
+    for label, build in _extreme(kind):
+        try:
+            rule = build()
+        except ValueError:
+            refused += 1
+            continue
+        rule.prepare(1.0, 16.0)
+        for length in LENGTHS:
+            for direction in ([1.0, -0.7, 0.3, 0.2], [1.0, 0.0, 0.0, 0.0]):
+                passes = _contribution(rule, length * torch.tensor([direction]))
+                tried += 1
+                if not passes <= rule.sensitivity * (1 + TOLERANCE):
+                    reason = f"a gradient of length about {length:g} passes at {passes / rule.sensitivity:.5g} times the sensitivity"
+                    return failed(name, "constants", f"{reason} ({label})", tried)
+    return passed(name, "constants", tried, {"refused": refused})
+
+
+def _extreme(kind: Callable[..., ClippingRule]) -> Iterator[tuple[str, Callable[[], ClippingRule]]]:
+    """The rule with one extreme constant, the bound or any of its options that are numbers."""
+    options = inspect.signature(kind).parameters
+    numbers = [n for n, p in options.items() if isinstance(p.default, float)]
+    for value in EXTREMES:
+        yield f"C = {value:g}", lambda v=value: kind(v)  # type: ignore[misc]
+        for option in numbers:
+            given: dict[str, Any] = {option: value}
+            yield f"{option} = {value:g}", lambda g=given: kind(1.0, **g)  # type: ignore[misc]
+
+
+def _contribution(rule: ClippingRule, gradient: torch.Tensor) -> float:
+    """The length of one record's term of the sum."""
+    mechanism = GaussianMechanism(0.0, rule)
+    mechanism.bind({"first": torch.zeros(2), "second": torch.zeros(2)})
+    mechanism.accumulate(PerSampleGradients.from_dense({"first": gradient[:, :2], "second": gradient[:, 2:]}))
+    total = torch.cat(list(mechanism.clipped_sum().values())).double()
+    return float(total.norm()) if bool(torch.isfinite(total).all()) else math.inf

@@ -217,6 +217,12 @@ class LargestLayerNorm(PerLayer):
         return (self.safe_bound(norms) / norms.amax(0, keepdim=True)).clamp(max=1.0).expand_as(norms)
 
 
+class AnyGamma(AutoS):
+    def __init__(self, bound: float, gamma: float = 0.01) -> None:
+        super().__init__(bound)
+        self.gamma = gamma
+
+
 class NoGamma(AutoS):
     def weights(self, norms: Tensor) -> Tensor:
         return self.safe_bound(norms) / norms

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from erlangen.audit.clipping import audit_clipping
+from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
 from erlangen.audit.examples import bounded_examples, chains, layer_examples
 from erlangen.audit.flow import audit_flow
@@ -302,6 +302,7 @@ def _clipping(progress: Callable[[str], None]) -> Iterator[Finding]:
     for name, rule in clipping_rules().items():
         progress(name)
         yield guarded(name, "clipping", audit_clipping, rule)
+        yield guarded(name, "constants", audit_constants, rule)
         clipped = Recipe("iso", {}, clipping=name)
         yield guarded(clipped.name, "flow", _flow, clipped)
     for kind in missing(ClippingRule, clipping_rules().values()):

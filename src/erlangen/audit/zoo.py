@@ -16,7 +16,7 @@ from torch import nn
 from erlangen import lipschitz as lip
 from erlangen.audit import broken_sessions as trainers
 from erlangen.audit import specimens as bad
-from erlangen.audit.clipping import audit_clipping
+from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
@@ -62,7 +62,7 @@ def examine(specimen: Specimen, trials: int = 1000, static: bool = True, seed: i
         return [*found, audit_releases(Subject(name, build, SHAPES), trials, pilot=200, seed=seed)]
     if specimen.kind == "clipping":
         build = lambda: bound_to(GaussianMechanism(SIGMA, make(BOUND), noise=StreamNoise(1)))  # noqa: E731
-        return [audit_clipping(name, make), audit_flow(name, build, SHAPES, BOUND)]
+        return [audit_clipping(name, make), audit_constants(name, make), audit_flow(name, build, SHAPES, BOUND)]
     if specimen.kind == "noise":
         return [audit_noise(name, make)]
     if specimen.kind == "sampler":
@@ -147,6 +147,7 @@ def zoo() -> list[Specimen]:
         Specimen("factor in 16 bits", "clipping", bad.FactorInHalfPrecision, "the clip factor is rounded up"),
         Specimen("squared norm", "clipping", bad.SquaredNormAgainstBound, "C against ‖g‖²"),
         Specimen("largest layer", "clipping", bad.LargestLayerNorm, "the norm of the largest layer for all"),
+        Specimen("any γ", "clipping", bad.AnyGamma, "a γ so small that norms below it are measured as zero"),
         Specimen("auto-s without γ", "clipping", bad.NoGamma, "a gradient of zero becomes NaN"),
         Specimen("per-layer", "clipping", PerLayer),
         Specimen("per-layer counted once", "clipping", bad.PerLayerCountedOnce, "every layer clipped at C, accounted as one"),

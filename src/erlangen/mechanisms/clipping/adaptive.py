@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erlangen.mechanisms.clipping.base import ClippingRule, SideQuery, register_clipping
+from erlangen.mechanisms.clipping.base import LEAST, ClippingRule, SideQuery, register_clipping
 
 
 @register_clipping("adaptive")
@@ -53,7 +53,8 @@ class AdaptiveQuantile(ClippingRule):
 
     def update(self, noisy_total: float, expected_batch: float) -> None:
         fraction = noisy_total / expected_batch + 0.5
-        self.bound *= math.exp(-self.rate * (min(max(fraction, 0.0), 1.0) - self.quantile))
+        moved = self.bound * math.exp(-self.rate * (min(max(fraction, 0.0), 1.0) - self.quantile))
+        self.bound = min(max(moved, LEAST), 1.0 / LEAST)  # where no gradient follows, the bound would leave float32
 
     def state_dict(self) -> dict[str, Any]:
         return {"bound": self.bound, "count_std": self.count_std}

@@ -13,6 +13,9 @@ from torch import Tensor
 
 _RULES: dict[str, type[ClippingRule]] = {}
 
+#: the least bound, and the least constant of a rule: squares of shorter norms leave float32, which would measure them as zero
+LEAST = 1e-12
+
 
 @dataclass(frozen=True)
 class SideQuery:
@@ -23,12 +26,19 @@ class SideQuery:
     std: float
 
 
+def require_measurable(name: str, value: float) -> None:
+    """Refuse a constant that norms in float32 cannot be compared with."""
+    if value < LEAST:
+        raise ValueError(f"{name} is {value:g}; norms that short cannot be measured in float32: give at least {LEAST:g}")
+
+
 class ClippingRule(ABC):
     """Weights w_i with ‖(w_i g_i)‖ ≤ bound. One rule may clip several groups of parameters separately."""
 
     def __init__(self, bound: float) -> None:
         if not (isinstance(bound, (int, float)) and math.isfinite(bound) and bound > 0):
             raise ValueError(f"max_grad_norm is {bound!r}; the clipping bound C must be a positive, finite number")
+        require_measurable("max_grad_norm", bound)
         self.bound = float(bound)
 
     @property

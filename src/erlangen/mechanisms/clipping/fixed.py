@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from erlangen.mechanisms.clipping.base import ClippingRule, register_clipping
+from erlangen.mechanisms.clipping.base import ClippingRule, register_clipping, require_measurable
 
 
 @register_clipping("flat")
@@ -27,6 +27,8 @@ class PerLayer(ClippingRule):
         self.bounds = None if isinstance(bound, (int, float)) else [float(b) for b in bound]
         if self.bounds is not None and not all(math.isfinite(b) and b > 0 for b in self.bounds):
             raise ValueError(f"max_grad_norm holds {self.bounds}; every layer's bound must be positive and finite")
+        if self.bounds is not None:
+            require_measurable("max_grad_norm of a layer", min(self.bounds, default=1.0))
         super().__init__(bound if isinstance(bound, (int, float)) else math.hypot(*self.bounds))  # type: ignore[misc]
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
@@ -48,6 +50,7 @@ class AutoS(ClippingRule):
         super().__init__(bound)
         if not gamma > 0:
             raise ValueError(f"gamma is {gamma}; AUTO-S needs γ > 0")
+        require_measurable("gamma", gamma)
         self.gamma = gamma
 
     def weights(self, norms: Tensor) -> Tensor:
@@ -62,6 +65,7 @@ class PSAC(ClippingRule):
         super().__init__(bound)
         if not r > 0:
             raise ValueError(f"r is {r}; PSAC needs r > 0")
+        require_measurable("r", r)
         self.r = r
 
     def weights(self, norms: Tensor) -> Tensor:
