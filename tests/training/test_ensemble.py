@@ -432,3 +432,15 @@ def test_families_do_not_mix_and_published_noise_is_not_calibrated():
     )
     with pytest.raises(ConfigError, match="give noise_multiplier"):
         Ensemble([claimed], toy())
+
+
+def test_an_unseeded_ensemble_neither_writes_down_nor_repeats_its_noise():
+    """Batches of an unseeded ensemble are new after a restart: the same noise would hide two different sums."""
+    config = TrainConfig(model="logistic", epsilon=None, noise_multiplier=1.0, batch=16, steps=4, lr=0.1, seed=None)
+    first = Ensemble([config, config])
+    state = first.state_dict()
+    assert state["noise"] is None
+    second = Ensemble([config, config])
+    second.load_state_dict(state)
+    draws = [torch.empty(100).normal_(generator=e.generator) for e in (first, second)]
+    assert not torch.equal(*draws)

@@ -105,7 +105,8 @@ def audit_constants(name: str, kind: Callable[..., ClippingRule]) -> Finding:
                 passes = _contribution(rule, length * torch.tensor([direction]))
                 tried += 1
                 if not passes <= rule.sensitivity * (1 + TOLERANCE):
-                    reason = f"a gradient of length about {length:g} passes at {passes / rule.sensitivity:.5g} times the sensitivity"
+                    share = passes / rule.sensitivity
+                    reason = f"a gradient of length about {length:g} passes at {share:.5g} times the sensitivity"
                     return failed(name, "constants", f"{reason} ({label})", tried)
     return passed(name, "constants", tried, {"refused": refused})
 

@@ -18,10 +18,12 @@ from torch import nn
 
 from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
+from erlangen.audit.ensembles import Process, audit_ensemble
 from erlangen.audit.examples import bounded_examples, chains, layer_examples
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Releaser, Subject
+from erlangen.audit.prior import audit_normalisation
 from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.registry import defined, load_all, missing
 from erlangen.audit.search import stated_covariance
@@ -290,6 +292,35 @@ def _sessions(progress: Callable[[str], None]) -> Iterator[Finding]:
         yield guarded(recipe.name, "session", audit_sessions, k, mechanism)
 
 
+def _ensembles(progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Every mechanism and clipping rule that ensembles have; their own Poisson process; classes that nothing above built."""
+    from erlangen.training.stacked_release import StackedRelease
+
+    seen: set[type] = set()
+    built = [r for r in recipes() if isinstance(r, Recipe)]
+    for recipe in [*built, *(Recipe("iso", {}, clipping=rule) for rule in clipping_rules() if rule != "flat")]:
+        progress(f"ensembles with {recipe.name}")
+        options = {
+            "mechanism": recipe.mechanism,
+            "mechanism_options": dict(recipe.options),
+            "clipping": recipe.clipping,
+        }
+        try:
+            found = audit_ensemble(recipe.name, options, seen)
+        except Exception as error:
+            found = unable(recipe.name, "ensemble", f"{type(error).__name__}: {error}")
+        if found is not None:
+            yield found
+    yield guarded("Poisson process of ensembles", "sampler", audit_sampler, Process)
+    for kind in missing(StackedRelease, seen):
+        yield unseen(kind, "ensemble")
+
+
+def _prior(progress: Callable[[str], None]) -> Iterator[Finding]:
+    progress("private normalisation")
+    yield guarded("private normalisation", "prior release", audit_normalisation)
+
+
 def _flow(name: str, recipe: Recipe) -> Finding:
     return audit_flow(name, recipe.build, recipe.build().shapes, recipe.bound)
 
@@ -364,4 +395,4 @@ def devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-PARTS = (_mechanisms, _sessions, _clipping, _noise, _samplers, _companions, _layers)
+PARTS = (_mechanisms, _sessions, _ensembles, _prior, _clipping, _noise, _samplers, _companions, _layers)

@@ -143,8 +143,8 @@ class Ensemble:
         self.factor = factor.to(flat)
         # one stream for the noise of all members, named by all that they are: no other ensemble draws from it
         members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
-        seeded = all(c.seed is not None for c in self.configs)
-        self.generator = Stream(f"noise|{members}", 0 if seeded else None).at(0, self.device)
+        self.seeded = all(c.seed is not None for c in self.configs)
+        self.generator = Stream(f"noise|{members}", 0 if self.seeded else None).at(0, self.device)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -290,13 +290,17 @@ class Ensemble:
         return self.accountant(member).epsilon(delta, method) if self.releases else 0.0  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed ensemble needs to continue exactly (with the same configurations and sizes)."""
+        """All that a resumed ensemble needs to continue (with the same configurations and sizes); exactly, if it is seeded.
+
+        Without seeds the state of the noise stays here: whoever reads it could draw the noise again, and a resumed ensemble
+        would hide other batches behind noise that was used before.
+        """
         return {
             "step": self.step_count,
             "tensors": {n: getattr(self, n).clone() for n in ("velocity", "average", "steps_taken")},
             "flat": self.stack.flat.clone(),
             "family": {n: t.clone() for n, t in self.family.state.items()},
-            "noise": self.generator.get_state(),
+            "noise": self.generator.get_state() if self.seeded else None,
             "releases": self.releases,
         }
 
@@ -307,7 +311,8 @@ class Ensemble:
         self.stack.flat.copy_(state["flat"])
         for name, value in state["family"].items():
             self.family.state[name].copy_(value)
-        self.generator.set_state(state["noise"])
+        if self.seeded and state["noise"] is not None:
+            self.generator.set_state(state["noise"])
         self.releases = int(state["releases"])
         self.batches.skip_to(self.step_count)
 

@@ -19,7 +19,7 @@ from erlangen.accounting.ledger import Release
 from erlangen.data import DataError, Dataset
 from erlangen.data.base import renormalised
 from erlangen.data.options import DataOptions
-from erlangen.mechanisms import SecureNoise, StreamNoise
+from erlangen.mechanisms import NoiseSource, SecureNoise, StreamNoise
 from erlangen.sampling import Units
 from erlangen.training.config import TrainConfig
 
@@ -56,16 +56,17 @@ def sensitivity(channels: int) -> float:
 
 
 def release_normalisation(
-    dataset: Dataset, units: Units, config: TrainConfig, run_id: str
+    dataset: Dataset, units: Units, config: TrainConfig, run_id: str, noise: NoiseSource | None = None
 ) -> tuple[Dataset, TrainConfig, Release]:
     """The data set under released constants, the configuration that holds them, and what has to be written down first.
 
-    The constants may leave the process only after the release is in the ledger.
+    The constants may leave the process only after the release is in the ledger. ``noise`` stands in for the run's own, for audits.
     """
     values = unit_statistics(dataset, units)
     channels, delta = values.shape[1] // 2, sensitivity(values.shape[1] // 2)
     sigma = _sigma(config)
-    noise = SecureNoise() if config.secure else StreamNoise(config.seed, run_id, purpose="normalisation")
+    if noise is None:
+        noise = SecureNoise() if config.secure else StreamNoise(config.seed, run_id, purpose="normalisation")
     noise.next_release()
     total = torch.from_numpy((values - 0.5).sum(0))
     released = (0.5 + noise.perturb(total, sigma * delta) / units.count).clamp(0.0, 1.0)
