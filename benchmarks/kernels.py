@@ -22,7 +22,7 @@ from torch import Tensor
 
 from erlangen.gradients import kernels
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, tuned
-from erlangen.gradients.kernels.moments import moments
+from erlangen.gradients.kernels.conv_gradient import FILTERS, OWNERS
 from erlangen.gradients.kernels.row_sum import row_sum
 from erlangen.gradients.pieces import exact_float32
 from erlangen.gradients.rules.conv import Conv, Geometry
@@ -91,11 +91,9 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
     return statistics.median(times)
 
 
-def stored(layer: Layer, x: Tensor, d: Tensor, w: Tensor, filters: Tensor) -> None:
-    """The path that forms every gradient: written once, read by the sum, and by the moments of standardised filters."""
-    g, _ = conv_gradient.conv_gradient(x, d, 1, *layer.plane, not layer.centred)
-    if layer.centred:
-        moments(g.flatten(2), filters)
+def stored(layer: Layer, x: Tensor, d: Tensor, w: Tensor) -> None:
+    """The path that forms every gradient: written once with its norms, read by the sum."""
+    g, _ = conv_gradient.conv_gradient(x, d, 1, *layer.plane, FILTERS if layer.centred else OWNERS)
     row_sum(w, g.flatten(1))
 
 
@@ -157,9 +155,8 @@ class Report:
 def measure(layer: Layer, owners: int, device: str, variants: int) -> Report:
     x, d = layer.operands(owners, device)
     w = torch.rand(owners, device=device)
-    filters = torch.randn(layer.outputs, layer.kernel**2 * layer.channels, device=device)
     inverse = torch.rand(layer.outputs, device=device) * 0.9 + 0.1 if layer.centred else None
-    others = (lambda: stored(layer, x, d, w, filters), lambda: in_float32(layer, x, d, w))
+    others = (lambda: stored(layer, x, d, w), lambda: in_float32(layer, x, d, w))
     report = Report(layer, *(milliseconds(run, device) for run in others), {}, {}, {})
     for setting in (*NORMS[:variants], *SUMS[:variants]):
         is_sum = isinstance(setting, tuned.Sum)

@@ -86,8 +86,13 @@ def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views,
     x = channels_last(2 * views, channels, size, size + 1)
     out = [(s + 2 * p - e * (k - 1) - 1) // t + 1 for s, p, e, k, t in zip(x.shape[2:], padding, dilation, kernel, stride)]
     d = channels_last(2 * views, outputs, *out)
-    found, norms = convs.conv_gradient(x, d, views, kernel, stride, padding, dilation, True)
+    plane = kernel, stride, padding, dilation
+    found, norms = convs.conv_gradient(x, d, views, *plane, convs.OWNERS)
     close(norms, found.float().square().sum((1, 2, 3)), 1e-5)
+    again, filters = convs.conv_gradient(x, d, views, *plane, convs.FILTERS)
+    assert torch.equal(again, found)
+    close(filters[:, 0], found.float().square().sum((2, 3)), 1e-5)
+    close(filters[:, 1], found.float().sum((2, 3)), 1e-4)
     wanted = convs.reference(x.double(), d.double(), views, kernel, stride, padding, dilation)
     close(found, wanted, 1e-2 if DEVICE == "cuda" else 1e-5)  # on the GPU the matrix units round float32 operands
 
@@ -193,7 +198,7 @@ def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool)
 
 @pytest.mark.parametrize("name", ["plain", "standardised", "D4 by pixels", "D4 band-limited"])
 def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, monkeypatch, name):
-    """The whole fast path in 16 bits: every owner's gradient near the exact one, norms those of what is summed."""
+    """The whole fast path in 16 bits: every owner's gradient near the exact one, norms bound what is summed."""
     torch.manual_seed(5)
     model = networks()[name]().to(DEVICE).to(memory_format=torch.channels_last)
     x, y = channels_last(6, 3, 16, 16), torch.randint(0, 4, (3,), device=DEVICE).repeat_interleave(2)
@@ -214,7 +219,9 @@ def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, monk
         assert (a - b).norm() / b.norm() < 1.3 * rounding + 0.01
     alone = [found.weighted_sum(dict.fromkeys(found.names, torch.eye(3, device=DEVICE)[i])) for i in range(3)]
     for n in found.names:
-        close(norms[n], torch.stack([one[n].square().sum() for one in alone]), 1e-5)
+        contributed = torch.stack([one[n].square().sum() for one in alone])
+        assert bool((contributed <= norms[n] * (1 + 1e-5)).all())
+        close(norms[n], contributed, 0.02 if name == "standardised" else 1e-5)  # bounds, behind standardisation
         close(sums[n], sum(w * one[n] for w, one in zip(weights, alone, strict=True)), 1e-5)
 
 

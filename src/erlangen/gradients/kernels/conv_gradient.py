@@ -17,6 +17,9 @@ from erlangen.gradients.kernels import HAS_TRITON, power_of_two
 
 Pair = tuple[int, int]
 
+#: what the kernel sums up beside the gradients it stores
+NOTHING, OWNERS, FILTERS = 0, 1, 2
+
 
 def reference(x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
     """[n, O, taps, C] by unfolding, in the precision of the operands."""
@@ -35,6 +38,12 @@ if HAS_TRITON:
         """Σ t² of what was stored, entries outside the tile being zero."""
         v = t.to(tl.float32)
         return tl.sum(tl.sum(v * v, 1), 0)
+
+    @triton.jit
+    def _by_filter(t):
+        """(Σ t², Σ t) of every row."""
+        v = t.to(tl.float32)
+        return tl.sum(v * v, 1), tl.sum(v, 1)
 
     @triton.jit
     def _gradient(
@@ -92,8 +101,14 @@ if HAS_TRITON:
             tl.store(target + tap * KW * C, r0, mask=both)
             tl.store(target + (tap * KW + 1) * C, r1, mask=both)
             tl.store(target + (tap * KW + 2) * C, r2, mask=both)
-            if NORMS:
+            if NORMS == 1:
                 energy = _energy(r0) + _energy(r1) + _energy(r2)
+            if NORMS == 2:
+                e0, s0 = _by_filter(r0)
+                e1, s1 = _by_filter(r1)
+                e2, s2 = _by_filter(r2)
+                energies = e0 + e1 + e2
+                sums = s0 + s1 + s2
         else:
             total = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
             for start in range(0, tokens, BLOCK):
@@ -108,10 +123,17 @@ if HAS_TRITON:
                 total = tl.dot(tl.trans(dv), xv, total)
             rounded = total.to(out.dtype.element_ty)
             tl.store(target + tap * C, rounded, mask=both)
-            if NORMS:
+            if NORMS == 1:
                 energy = _energy(rounded)
-        if NORMS:
+            if NORMS == 2:
+                energies, sums = _by_filter(rounded)
+        if NORMS == 1:
             tl.store(norms + owner * tl.num_programs(0) + tl.program_id(0), energy)
+        if NORMS == 2:
+            slots = tl.num_programs(0) // ACROSS
+            at = norms + (owner * slots + tap * DOWN + place % DOWN) * (2 * O) + o
+            tl.store(at, energies, mask=in_o)
+            tl.store(at + O, sums, mask=in_o)
 
 
 def _tile(channels: int, most: int = 128) -> Pair:
@@ -126,9 +148,9 @@ def worth_it(tokens: int, channels: int, outputs: int) -> bool:
 
 
 def conv_gradient(
-    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, norms_too: bool = False
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """[n, O, taps, C], and its squared norms [n] if asked for.
+    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, norms: int = NOTHING
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[n, O, taps, C], and what is asked for beside it: of every owner ‖g‖² [n], or of its filters ‖g_o‖² and Σ g_o [n, 2, O].
 
     x is [n·views, C, H, W], d is [n·views, O, H', W'], both channels-last.
     """
@@ -142,10 +164,12 @@ def conv_gradient(
     block = 32 if by_row or out_height * out_width <= 64 else 64
     stages, warps = (5, 4) if by_row else (4, 8) if block == 32 else (3, 4)
     grid = ((kernel[0] if by_row else taps) * -(-outputs // tile_o) * -(-channels // tile_c), owners)
-    norms = torch.empty(owners, grid[0] if norms_too else 0, device=x.device, dtype=torch.float32)
+    slots = grid[0] // -(-outputs // tile_o)
+    shape = {NOTHING: (0,), OWNERS: (grid[0],), FILTERS: (slots, 2, outputs)}[norms]
+    beside = torch.empty(owners, *shape, device=x.device, dtype=torch.float32)
     _gradient[grid](
-        x, d, out, norms, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
+        x, d, out, beside, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
         *dilation, views, tile_o, block_o, tile_c, block_c, min(block, max(16, power_of_two(tokens))), by_row,
-        norms_too, num_warps=warps, num_stages=stages,
+        norms, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out, norms.sum(1) if norms_too else None
+    return out, beside.sum(1) if norms else beside

@@ -111,14 +111,14 @@ class Conv(Piece):
         a, d = self.windows_last()
         return (d.mT @ a).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
 
-    def by_kernel(self, norms_too: bool = False) -> tuple[Tensor, Tensor | None]:
-        """`by_tap`, and squared norms if asked for."""
-        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane(), norms_too)
+    def by_kernel(self, norms: int = conv_gradient.NOTHING) -> tuple[Tensor, Tensor]:
+        """`by_tap`, and what is asked for beside it."""
+        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane(), norms)
 
     def formed(self) -> Piece:
         if not self.has_kernel():
             return super().formed()
-        g, norms = self.by_kernel(norms_too=True)
+        g, norms = self.by_kernel(conv_gradient.OWNERS)
         return Dense(g.unflatten(2, self.geometry.kernel).movedim(-1, 2), norms)
 
     def _plane(self) -> tuple[Any, Any, Any, Any]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import usable
+from erlangen.gradients.kernels import conv_gradient, usable
 from erlangen.gradients.kernels.moments import moments
 from erlangen.gradients.pieces import (
     Dense,
@@ -69,6 +69,11 @@ class Projection:
         value = value + MARGIN * torch.finfo(value.dtype).eps * energy
         return (value / self.deviation.flatten().square()).sum(1)
 
+    def bound(self, energy: Tensor, total: Tensor) -> Tensor:
+        """‖(g_w − mean g_w)/r‖² ≥ ‖g_v‖² [n] from ‖g_w‖² and Σg_w of every filter, [n, O] each. What g_w has along w is not
+        taken off: it would cost a pass over memory, and is a few parts in a thousand of the norm."""
+        return self.norms_squared(energy, total / math.sqrt(self.size), torch.zeros_like(energy))
+
 
 class Standardised(Piece):
     """Per-owner gradients w.r.t. v; ``inner`` holds those w.r.t. w, formed or not. ``outputs`` are those of the
@@ -101,9 +106,9 @@ class Standardised(Piece):
     def formed(self) -> Piece:
         """Keeps g_w: g_v costs more passes over memory and is not needed."""
         if isinstance(self.inner, Conv) and self.inner.has_kernel():
-            kept = Dense(self.inner.by_kernel()[0].unflatten(2, self.inner.geometry.kernel).movedim(-1, 2))
-            known = Standardised(kept, self.projection)._formed(kept.g)
-            return Standardised(kept, self.projection, known=known)
+            g, moments = self.inner.by_kernel(conv_gradient.FILTERS)
+            kept = Dense(g.unflatten(2, self.inner.geometry.kernel).movedim(-1, 2))
+            return Standardised(kept, self.projection, known=self.projection.bound(*moments.unbind(1)))
         return Standardised(self.inner.formed(), self.projection)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
@@ -120,8 +125,7 @@ class Standardised(Piece):
         return torch.cat([part._norms() for part in self.chunks()])
 
     def _unformed(self, conv: Conv) -> Tensor:
-        """A bound, by the kernel: of ‖(g_w − mean g_w)/r‖². What g_w has along w is not taken off: it is known in 16 bits
-        only, and is a small part of the norm."""
+        """`Projection.bound` by the kernel that forms no gradient."""
         deviation = self.projection.deviation.flatten()
         least = deviation.min()
         return conv.unformed_norms(least / deviation) / least.square()
