@@ -130,6 +130,17 @@ def checked(layer: Layer, device: str, norms: tuned.Norms | None, total: tuned.S
     )
 
 
+def rounding(layer: Layer, device: str) -> float:
+    """How far norms are from the exact ones before they are rounded outwards, in units of the error that is granted."""
+    x, d = layer.operands(64 if device == "cuda" else 2, device)
+    inverse = torch.rand(layer.outputs, device=device) * 0.9 + 0.1 if layer.centred else None
+    exact, magnitude = conv_unformed.reference(x, d, 1, *layer.plane, inverse)
+    value, bound = (
+        conv_unformed.squared_norms(x, d, 1, *layer.plane, inverse, rounded=r).double() for r in (False, True)
+    )
+    return float(((value - exact).abs() / (bound - value)).max())
+
+
 @dataclass
 class Report:
     """What was measured for one layer."""
@@ -137,6 +148,7 @@ class Report:
     layer: Layer
     stored_ms: float
     float32_ms: float
+    rounding: float
     norms: dict[tuned.Norms, float]
     sums: dict[tuned.Sum, float]
     refused: dict[str, str]
@@ -145,7 +157,7 @@ class Report:
         pick = lambda found: [{**asdict(k), "ms": v} for k, v in sorted(found.items(), key=lambda kv: kv[1])]  # noqa: E731
         return {"layer": str(self.layer), "stored_ms": self.stored_ms,
                 "float32_ms": self.float32_ms, "norms": pick(self.norms), "sums": pick(self.sums),
-                "unformed_ms": self.unformed_ms, "refused": self.refused}  # fmt: skip
+                "unformed_ms": self.unformed_ms, "rounding": self.rounding, "refused": self.refused}  # fmt: skip
 
     @property
     def unformed_ms(self) -> float:
@@ -157,7 +169,7 @@ def measure(layer: Layer, owners: int, device: str, variants: int) -> Report:
     w = torch.rand(owners, device=device)
     inverse = torch.rand(layer.outputs, device=device) * 0.9 + 0.1 if layer.centred else None
     others = (lambda: stored(layer, x, d, w), lambda: in_float32(layer, x, d, w))
-    report = Report(layer, *(milliseconds(run, device) for run in others), {}, {}, {})
+    report = Report(layer, *(milliseconds(run, device) for run in others), rounding(layer, device), {}, {}, {})
     for setting in (*NORMS[:variants], *SUMS[:variants]):
         is_sum = isinstance(setting, tuned.Sum)
         try:
@@ -213,7 +225,7 @@ def main() -> None:
         reports.append(report)
         print(
             f"{layer}, {args.owners} records: stored {report.stored_ms:.3f} ms, float32 {report.float32_ms:.3f} ms, "
-            f"not stored {report.unformed_ms:.3f} ms",
+            f"not stored {report.unformed_ms:.3f} ms; norms err by {report.rounding:.1%} of what is granted",
             flush=True,
         )
         for setting, ms in (*report.norms.items(), *report.sums.items()):
