@@ -89,6 +89,11 @@ class PerSampleGradients:
         """`dense` up to a positive factor that all owners and parameters share: for what only depends on directions."""
         return self._pieces[name].dense()
 
+    def formed(self) -> PerSampleGradients:
+        """The same gradients, formed now and kept: for mechanisms that will look at every entry."""
+        pieces = {name: piece.formed() for name, piece in self._pieces.items()}
+        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+
     def of(self, name: str) -> PerSampleGradients:
         """The gradients of one parameter alone."""
         return PerSampleGradients({name: self._pieces[name]}, self.owners, self._factor, self.valid)

@@ -261,6 +261,9 @@ class Angles(Direction):
         self._reference = angles
         self._reach = float(angles[:-1].abs().amax()) if angles.numel() > 1 else 0.0
 
+    def accumulate(self, gradients: PerSampleGradients) -> None:
+        super().accumulate(gradients.formed())  # every angle is looked at: norms without the gradients save nothing
+
     def _add_directions(self, gradients: PerSampleGradients, norms: Tensor, has_direction: Tensor) -> None:
         names = [n for n in self.shapes if n in gradients.names]
         if len(names) < len(self.shapes):

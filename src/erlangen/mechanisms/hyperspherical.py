@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # Entries worked on at a time by `angle_blocks`: temporaries that stay in a processor's cache.
-BLOCK = {"cpu": 1 << 16}
+BLOCK = {"cpu": 1 << 18}
 LARGE_BLOCK = 1 << 23
 
 # Below these tangents three terms, or two, of the arctangent's series are exact to float32.
@@ -82,8 +82,9 @@ def _block(x: Tensor, carry: Tensor) -> tuple[Tensor, Tensor, float]:
             reach = max(-float(low), float(high))
             if reach < SMALL:
                 q = torch.mul(t, t, out=squares)
-                series = q.mul(0.2).sub_(1 / 3).mul_(q) if reach > TINY else q.mul_(-1 / 3)  # −q/3 + q²/5
-                return t.addcmul_(t, series), total, reach
+                if reach > TINY:
+                    return t.addcmul_(t, q.mul(0.2).sub_(1 / 3).mul_(q)), total, reach  # t − t³/3 + t⁵/5
+                return t.addcmul_(t, q, value=-1 / 3), total, reach
     tails = torch.empty(x.shape[0], x.shape[1] + 1, dtype=torch.float64, device=x.device)
     tails[:, 0] = carry
     tails[:, 1:].copy_(x.flip(1)).square_()
