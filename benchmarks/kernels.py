@@ -134,7 +134,7 @@ def rounding(layer: Layer, device: str) -> float:
     """How far norms are from the exact ones before they are rounded outwards, in units of the error that is granted."""
     x, d = layer.operands(64 if device == "cuda" else 2, device)
     inverse = torch.rand(layer.outputs, device=device) * 0.9 + 0.1 if layer.centred else None
-    exact, magnitude = conv_unformed.reference(x, d, 1, *layer.plane, inverse)
+    exact, _ = conv_unformed.reference(x, d, 1, *layer.plane, inverse)
     value, bound = (
         conv_unformed.squared_norms(x, d, 1, *layer.plane, inverse, rounded=r).double() for r in (False, True)
     )
