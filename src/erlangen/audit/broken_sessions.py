@@ -103,3 +103,45 @@ class AverageOfInputs(Session):
         super().step()
         seen = self.x.nan_to_num(0.0, 0.0, 0.0).mean(0)
         self.optimizer.param_groups[0]["seen"] = 0.9 * self.optimizer.param_groups[0].get("seen", 0.0) + 0.1 * seen
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+class SamplerStartsAgain(Session):
+    """The place in the stream of batches is not in the checkpoint; that of the noise is."""
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({**state, "sampler": {"step": 0}})
+
+
+class EntropyInTheCheckpoint(Session):
+    """A session without a seed writes down where its noise comes from, but draws new batches."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "entropy": self._entropy}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._entropy = state["entropy"]
+
+    @property
+    def _entropy(self) -> str:
+        return self._source._stream._entropy
+
+    @_entropy.setter
+    def _entropy(self, value: str) -> None:
+        self._source._stream = self._source._stream.sharing(value)
+
+    @property
+    def _source(self) -> Any:
+        return getattr(self.training.mechanism.noise, "inner", self.training.mechanism.noise)
+
+
+class OneStreamForAll(Session):
+    """Noise by the seed alone, whatever the run is."""
+
+    def _private(self) -> Any:
+        name, self.run_id = self.run_id, "run"
+        training, self.run_id = super()._private(), name
+        return training

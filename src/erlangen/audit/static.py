@@ -26,6 +26,7 @@ from erlangen.audit.montecarlo import Releaser, Subject
 from erlangen.audit.prior import audit_normalisation
 from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.registry import defined, load_all, missing
+from erlangen.audit.restarts import audit_restarts, restart_cases
 from erlangen.audit.search import stated_covariance
 from erlangen.audit.sessions import audit_sessions
 from erlangen.audit.steps import Step, audit_step
@@ -292,6 +293,13 @@ def _sessions(progress: Callable[[str], None]) -> Iterator[Finding]:
         yield guarded(recipe.name, "session", audit_sessions, k, mechanism)
 
 
+def _restarts(progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Sessions of every source of randomness, stopped and resumed through their checkpoints."""
+    for name, options in restart_cases().items():
+        progress(name)
+        yield guarded(name, "restart", audit_restarts, options)
+
+
 def _ensembles(progress: Callable[[str], None]) -> Iterator[Finding]:
     """Every mechanism and clipping rule that ensembles have; their own Poisson process; classes that nothing above built."""
     from erlangen.training.stacked_release import StackedRelease
@@ -395,4 +403,4 @@ def devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-PARTS = (_mechanisms, _sessions, _ensembles, _prior, _clipping, _noise, _samplers, _companions, _layers)
+PARTS = (_mechanisms, _sessions, _restarts, _ensembles, _prior, _clipping, _noise, _samplers, _companions, _layers)

@@ -22,6 +22,7 @@ from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.randomness import audit_noise, audit_sampler
+from erlangen.audit.restarts import audit_restarts
 from erlangen.audit.sessions import audit_sessions
 from erlangen.audit.static import audit_bounds, audit_covariance, states_its_covariance
 from erlangen.audit.steps import Step, audit_step
@@ -77,6 +78,8 @@ def examine(specimen: Specimen, trials: int = 1000, static: bool = True, seed: i
             _RULES.update(before)
     if specimen.kind == "session":
         return [audit_sessions(name, None, {"mechanism": "iso"}, make)]  # type: ignore[arg-type]
+    if specimen.kind == "restart":
+        return [audit_restarts(name, options, make) for options in ({"seed": 3}, {})]  # type: ignore[arg-type]
     if specimen.kind == "companion":
         return audit_companion(name, make)  # type: ignore[arg-type]
     return [audit_bounds(name, *make()), audit_step(name, lambda: trained(*make()))]
@@ -204,6 +207,10 @@ def zoo() -> list[Specimen]:
         Specimen("rate by realised batch", "session", trainers.RateByRealisedBatch, "learning rate from the realised batch"),
         Specimen("loss in the checkpoint", "session", trainers.LossInTheCheckpoint, "a training loss is kept without noise"),
         Specimen("average of inputs", "session", trainers.AverageOfInputs, "statistics of records are kept without noise"),
+        Specimen("restarts", "restart", Session),
+        Specimen("batches again, noise on", "restart", trainers.SamplerStartsAgain, "a resumed run pairs noise with other batches"),
+        Specimen("entropy written down", "restart", trainers.EntropyInTheCheckpoint, "unseeded noise comes again after resume"),
+        Specimen("one stream for all runs", "restart", trainers.OneStreamForAll, "runs that differ share their noise"),
         Specimen("spectral convolution", "bounds", lambda: (lambda: lip.SpectralConv2d(1, 2, 3, bias=True), (1, 5, 5))),
         Specimen("bias bound without area", "bounds", lambda: (lambda: bad.BiasBoundWithoutArea(1, 2, 3, bias=True), (1, 5, 5)),
                  "bias bound without √(HW)"),
