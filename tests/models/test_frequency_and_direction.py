@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from erlangen.circulant import CirculantConv2d, nearest
 from erlangen.gradients.independence import known_problems
 from erlangen.models import geodp, gredp, make_model
 
@@ -117,3 +118,19 @@ def test_circulant_networks_have_fewer_parameters_and_the_same_outputs_shape(nam
     assert few(torch.zeros(2, *shape)).shape == (2, 10)
     count = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
     assert count(few) < 0.3 * count(dense)
+
+
+def test_circulant_fine_tuning_starts_at_the_public_weights(tmp_path):
+    """Only what is trained is converted, and to its nearest twin: random weights would throw the checkpoint away."""
+    torch.manual_seed(0)
+    public = make_model("resnet18", (3, 32, 32), 10)
+    torch.save(public.state_dict(), tmp_path / "public.pt")
+    options = {"weights": str(tmp_path / "public.pt"), "convolutions": 1}
+    model = make_model("resnet18", (3, 32, 32), 10, circulant=4, **options)
+    converted = {n: m for n, m in model.named_modules() if isinstance(m, CirculantConv2d)}
+    ((name, layer),) = converted.items()
+    torch.testing.assert_close(layer.weight, nearest(public.get_submodule(name).weight, 4))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == 512 * 512 * 9 // 4 + 5130
+    theirs = public.state_dict()
+    assert all(torch.equal(t, theirs[n]) for n, t in model.state_dict().items() if not n.startswith(name))

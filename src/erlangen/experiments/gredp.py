@@ -61,6 +61,18 @@ GREDP_PUBLISHED: dict[str, Any] = {"mechanism": "gredp", "mechanism_options": {"
 AUTO_S: dict[str, Any] = {"mechanism": "iso", "clipping": "auto-s"}
 CIRCULANT: dict[str, Any] = {"model_options": {"circulant": BLOCK}}
 
+Methods = tuple[tuple[str, int, dict[str, Any]], ...]
+
+
+def both(methods: Methods) -> Methods:
+    """With dense and with block-circulant layers."""
+    return (*methods, *((f"{name}, circulant", k, {**options, **CIRCULANT}) for name, k, options in methods))
+
+
+#: (name, its place among DP-SGD, Spectral-DP and GReDP, options)
+SOUND = both((("DP-SGD", 0, DP_SGD), ("Spectral-DP", 1, SPECTRAL), ("GReDP", 2, GREDP)))
+CLAIMED = both((("GReDP as published", 2, GREDP_PUBLISHED),))
+
 
 def config(network: Network, epsilon: float, **changes: Any) -> TrainConfig:
     """A run of this network at B = 500; learning rate and momentum of the tuned DP-SGD baseline."""
@@ -136,7 +148,7 @@ TRANSFER = {
 
 def _transfer(target: str, convolutions: int, method: str, epsilon: float, paper: float, **changes: Any) -> Cell:
     data, records, weights = TRANSFER[target]
-    options = {"weights": weights, "convolutions": convolutions}
+    options = {"weights": weights, "convolutions": convolutions, **changes.pop("model_options", {})}
     run = TrainConfig(
         data=data, model="resnet18", model_options=options, max_grad_norm=1.0, epsilon=epsilon, delta=1e-5, batch=500,
         steps=30 * records // 500, lr=0.1, momentum=0.9, ema=0.99, max_physical_batch=250,
@@ -157,10 +169,7 @@ _add(
         for target, rows in TABLE_2.items()
         for epsilon, papers in rows.items()
         for k in (1, 2)
-        for method, column, changes in (
-            ("DP-SGD", 0, DP_SGD), ("AUTO-S", 0, AUTO_S), ("Spectral-DP", 1, SPECTRAL), ("GReDP", 2, GREDP),
-            ("GReDP as published", 2, GREDP_PUBLISHED),
-        )
+        for method, column, changes in (*SOUND, ("AUTO-S", 0, AUTO_S), *CLAIMED)
     ],
     "Public weights: one half of CIFAR-10 for the other half, all of CIFAR-10 for CIFAR-100 "
     "(python -m erlangen.experiments.pretrain). The paper fine-tunes ImageNet weights on all records.",
@@ -170,42 +179,35 @@ _add(
 # -- Table 3 and the figures ----------------------------------------------------------------------------------------
 
 
-def _clips() -> list[Cell]:
-    cells = []
-    for n in NETWORKS:
-        for bound, papers in ((0.1, n.small_clip), (1.0, n.unit_clip)):
-            for epsilon, paper in zip(EPSILONS, papers, strict=True):
-                where = f"{n.label} C={bound:g} ε={epsilon:g}"
-                scale = {"max_grad_norm": bound, "lr": 0.1 / bound}
-                cells.append(claimed(f"{where} GReDP as published", n, epsilon, paper, **GREDP_PUBLISHED, **scale))
-                cells.append(
-                    dataclasses.replace(equal(f"{where} GReDP", n, epsilon, paper, **GREDP, **scale), against=())
-                )
-    return cells
+def _beside(n: Network, where: str, epsilon: float, paper: float | None, **changes: Any) -> list[Cell]:
+    """GReDP as published, and the three methods at equal true ε; the paper's number is GReDP's."""
+    where = f"{n.label} {where}"
+    rival = f"{where} DP-SGD"
+    theirs = [claimed(f"{where} {name}", n, epsilon, paper, **{**own, **changes}) for name, _, own in CLAIMED]
+    ours = [
+        Cell(
+            f"{where} {name}", config(n, epsilon, **{**own, **changes}), paper if k == 2 else None, records=n.records,
+            against=(rival,) if name != "DP-SGD" else (),
+        )
+        for name, k, own in SOUND
+    ]  # fmt: skip
+    return theirs + ours
 
 
 _add(
-    "gredp-table3", "Table 3", "Clipping bounds 0.1 and 1 at four privacy levels", _clips(),
+    "gredp-table3", "Table 3", "Clipping bounds 0.1 and 1 at four privacy levels",
+    [
+        cell for n in NETWORKS for bound, papers in ((0.1, n.small_clip), (1.0, n.unit_clip))
+        for e, paper in zip(EPSILONS, papers, strict=True)
+        for cell in _beside(n, f"C={bound:g} ε={e:g}", e, paper, max_grad_norm=bound, lr=0.1 / bound)
+    ],
     "The learning rate is that of C = 1 divided by C: nearly every gradient is clipped, and their product counts.",
 )  # fmt: skip
 _add(
     "gredp-fig3", "Figure 3", "Accuracy against ε: DP-SGD, Spectral-DP and GReDP",
     [
-        cell
-        for n in NETWORKS
-        for k, e in enumerate(EPSILONS)
-        for cell in (
-            Cell(f"{n.label} ε={e:g} DP-SGD", config(n, e, **DP_SGD), records=n.records),
-            Cell(
-                f"{n.label} ε={e:g} Spectral-DP", config(n, e, **SPECTRAL), records=n.records,
-                against=(f"{n.label} ε={e:g} DP-SGD",),
-            ),
-            Cell(
-                f"{n.label} ε={e:g} GReDP", config(n, e, **GREDP), n.unit_clip[k], records=n.records,
-                against=(f"{n.label} ε={e:g} DP-SGD",),
-            ),
-            claimed(f"{n.label} ε={e:g} GReDP as published", n, e, n.unit_clip[k], **GREDP_PUBLISHED),
-        )
+        cell for n in NETWORKS for e, paper in zip(EPSILONS, n.unit_clip, strict=True)
+        for cell in _beside(n, f"ε={e:g}", e, paper)
     ],
 )  # fmt: skip
 
@@ -215,11 +217,7 @@ RATES = {0.001: 96.73, 0.01: 96.66, 0.025: None, 0.05: None, 0.1: 80.18}
 
 
 def _ablation(n: Network, what: str, paper: float | None, **changes: Any) -> list[Cell]:
-    paper = paper if n.model == "lenet" else None
-    return [
-        claimed(f"{n.label} {what} GReDP as published", n, 2.0, paper, **GREDP_PUBLISHED, **changes),
-        Cell(f"{n.label} {what} GReDP", config(n, 2.0, **GREDP, **changes), paper, records=n.records),
-    ]
+    return _beside(n, what, 2.0, paper if n.model == "lenet" else None, **changes)
 
 
 _add(

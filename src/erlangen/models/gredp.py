@@ -31,7 +31,11 @@ from erlangen.circulant import make_circulant
 
 
 def circulant(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Let ``circulant=b`` make every layer but the first and the last block-circulant with blocks of b."""
+    """Let ``circulant=b`` make every layer but the first and the last block-circulant with blocks of b.
+
+    Frozen layers stay as they are, and public weights become their nearest circulant twins; without them, new weights
+    are drawn.
+    """
 
     @functools.wraps(build)
     def made(
@@ -40,8 +44,10 @@ def circulant(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         model = build(input_shape, classes, **options) if input_shape else build(classes=classes, **options)
         if circulant is None:
             return model
-        layers = [n for n, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-        return make_circulant(model, circulant, skip=(layers[0], layers[-1]), fresh=True)
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+        first, *_, last = layers
+        frozen = [n for n, m in layers.items() if not m.weight.requires_grad]
+        return make_circulant(model, circulant, skip=(first, last, *frozen), fresh=options.get("weights") is None)
 
     return made
 
