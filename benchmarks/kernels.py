@@ -72,6 +72,17 @@ SUMS = (
     tuned.Sum(128, 128, 8, 3), tuned.Sum(64, 256, 8, 5), tuned.Sum(64, 64, 4, 7), tuned.Sum(128, 64, 4, 3),
     tuned.Sum(128, 64, 4, 5, 1584), tuned.Sum(128, 128, 8, 5, 396),
 )  # fmt: skip
+#: layers with more positions: their gradients are stored
+LARGER = (
+    Layer("resnet9", 64, 128, 32),
+    Layer("resnet9", 128, 128, 16),
+    Layer("resnet9", 128, 256, 16),
+    Layer("wrn-16-4", 64, 64, 32, centred=True),
+)
+GRADIENTS = (
+    tuned.Gradient(True, 128, 128, 32, 8, 4), tuned.Gradient(True, 128, 64, 32, 4, 4),
+    tuned.Gradient(False, 128, 128, 64, 8, 3), tuned.Gradient(True, 64, 64, 64, 4, 4),
+)  # fmt: skip
 NORMS = (
     tuned.Norms(64, 4, 3), tuned.Norms(128, 2, 3), tuned.Norms(128, 1, 3), tuned.Norms(64, 8, 3), tuned.Norms(128, 4, 3),
     tuned.Norms(64, 4, 5),
@@ -189,6 +200,28 @@ def measure(layer: Layer, owners: int, device: str, variants: int) -> Report:
     return report
 
 
+def formed(layer: Layer, x: Tensor, d: Tensor, setting: tuned.Gradient | None) -> tuple[Tensor, Tensor]:
+    return conv_gradient.conv_gradient(x, d, 1, *layer.plane, FILTERS if layer.centred else OWNERS, setting=setting)
+
+
+def measure_stored(layer: Layer, owners: int, device: str, variants: int) -> dict[tuned.Gradient | None, float]:
+    """Milliseconds of forming, norms and storing, by the built-in tile (None) and by others that compute the same."""
+    x, d = layer.operands(owners, device)
+    wanted = conv_gradient.reference(x[:3].double(), d[:3].double(), 1, *layer.plane)
+    found: dict[tuned.Gradient | None, float] = {}
+    for setting in (None, *GRADIENTS[:variants]):
+        try:
+            g, norms = formed(layer, x[:3], d[:3], setting)
+            exact = g.double().square().sum((2, 3))
+            energy = norms[:, 0] if layer.centred else norms
+            same = (g.double() - wanted).norm() <= 1e-2 * wanted.norm()
+            if bool(same) and torch.allclose(energy.double(), exact if layer.centred else exact.sum(1), rtol=1e-4):
+                found[setting] = milliseconds(lambda s=setting: formed(layer, x, d, s), device)
+        except Exception as error:  # a tile that this device cannot hold
+            print(f"    refused   {setting}: {type(error).__name__}", flush=True)
+    return found
+
+
 def keep(reports: list[Report], device: str) -> None:
     """The winners, by shape; norms by positions alone, the fastest in total over the layers that have them."""
     for report in reports:
@@ -234,11 +267,21 @@ def main() -> None:
             print(f"    refused   {setting}: {problem}", flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()
+    larger = {layer: measure_stored(layer, args.owners, args.device, args.variants) for layer in LARGER[: args.layers]}
+    for layer, found in larger.items():
+        print(f"{layer}, {args.owners} records, formed and stored:")
+        for setting, ms in found.items():
+            print(f"    {ms:8.3f}  {setting or 'built in'}", flush=True)
     if args.keep:
         keep(reports, name)
+        for layer, found in larger.items():
+            best = min(found, key=found.__getitem__, default=None)
+            if best is not None and found[best] < 0.97 * found.get(None, float("inf")):
+                tuned.keep(name, "gradients", f"{layer.tokens}x{layer.outputs}x{layer.channels}", best)
         print(f"kept in {tuned.path()}")
     if args.json:
         print(json.dumps({"benchmark": "kernels", "device": name, "torch": torch.__version__, "owners": args.owners,
+                          "stored": {str(k): {str(s): ms for s, ms in v.items()} for k, v in larger.items()},
                           "layers": [r.rows() for r in reports]}))  # fmt: skip
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: the kernels canno
 from erlangen.gradients import RowMap, Tape, attach, detach, kernels
 from erlangen.gradients.joined import join, runs
 from erlangen.gradients.kernels import conv_gradient as convs
-from erlangen.gradients.kernels import im2col, moments, norm_act, row_sum, tied_sum
+from erlangen.gradients.kernels import im2col, moments, norm_act, row_sum, tied_sum, tuned
 from erlangen.mechanisms import GaussianMechanism
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,6 +93,9 @@ def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views,
     assert torch.equal(again, found)
     close(filters[:, 0], found.float().square().sum((2, 3)), 1e-5)
     close(filters[:, 1], found.float().sum((2, 3)), 1e-4)
+    others = convs.conv_gradient(x, d, views, *plane, convs.FILTERS, setting=tuned.Gradient(True, 64, 32, 32, 4, 2))
+    close(others[0], found, 1e-5)
+    close(others[1], filters, 1e-4)
     wanted = convs.reference(x.double(), d.double(), views, kernel, stride, padding, dilation)
     close(found, wanted, 1e-2 if DEVICE == "cuda" else 1e-5)  # on the GPU the matrix units round float32 operands
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+from erlangen.gradients.kernels import HAS_TRITON, power_of_two, tuned
 
 Pair = tuple[int, int]
 
@@ -136,7 +136,13 @@ if HAS_TRITON:
             tl.store(at + O, sums, mask=in_o)
 
 
-def _tile(channels: int, most: int = 128) -> Pair:
+def _built_in(channels: int, kernel: Pair, area: int) -> tuned.Gradient:
+    if channels <= 64 and kernel[1] == 3:
+        return tuned.Gradient(True, 128, 128, 32, 4, 5)
+    return tuned.Gradient(False, 128, 128, 32, 8, 4) if area <= 64 else tuned.Gradient(False, 128, 128, 64, 4, 3)
+
+
+def _tile(channels: int, most: int) -> Pair:
     """Equal tiles of at most ``most`` channels, and the power of two that holds one."""
     size = -(-channels // -(-channels // most))
     return size, max(16, power_of_two(size))
@@ -148,7 +154,8 @@ def worth_it(tokens: int, channels: int, outputs: int) -> bool:
 
 
 def conv_gradient(
-    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, norms: int = NOTHING
+    x: Tensor, d: Tensor, views: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, norms: int = NOTHING,
+    *, setting: tuned.Gradient | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[n, O, taps, C], and what is asked for beside it: of every owner ‖g‖² [n], or of its filters ‖g_o‖² and Σ g_o [n, 2, O].
 
@@ -158,18 +165,19 @@ def conv_gradient(
     owners, taps = rows // views, kernel[0] * kernel[1]
     x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
     out = torch.empty(owners, outputs, taps, channels, device=x.device, dtype=d.dtype)
-    by_row = channels <= 64 and kernel[1] == 3
-    (tile_o, block_o), (tile_c, block_c) = _tile(outputs), _tile(channels)
     tokens = views * out_height * out_width
-    block = 32 if by_row or out_height * out_width <= 64 else 64
-    stages, warps = (5, 4) if by_row else (4, 8) if block == 32 else (3, 4)
+    setting = (
+        setting or tuned.gradient(tokens, outputs, channels) or _built_in(channels, kernel, out_height * out_width)
+    )
+    by_row = setting.row and kernel[1] == 3
+    (tile_o, block_o), (tile_c, block_c) = _tile(outputs, setting.outputs), _tile(channels, setting.channels)
     grid = ((kernel[0] if by_row else taps) * -(-outputs // tile_o) * -(-channels // tile_c), owners)
     slots = grid[0] // -(-outputs // tile_o)
     shape = {NOTHING: (0,), OWNERS: (grid[0],), FILTERS: (slots, 2, outputs)}[norms]
     beside = torch.empty(owners, *shape, device=x.device, dtype=torch.float32)
     _gradient[grid](
         x, d, out, beside, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
-        *dilation, views, tile_o, block_o, tile_c, block_c, min(block, max(16, power_of_two(tokens))), by_row,
-        norms, num_warps=warps, num_stages=stages,
+        *dilation, views, tile_o, block_o, tile_c, block_c, min(setting.block, max(16, power_of_two(tokens))),
+        by_row, norms, num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     return out, beside.sum(1) if norms else beside

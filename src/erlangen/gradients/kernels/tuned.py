@@ -51,6 +51,25 @@ class Sum:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """Stored gradients: whether a program forms the three taps of a kernel row, its tile, pixels at a time, how it runs."""
+
+    row: bool
+    outputs: int
+    channels: int
+    block: int
+    warps: int
+    stages: int
+
+    def sensible(self) -> bool:
+        sizes = (32, 64, 128)
+        return (
+            self.outputs in sizes and self.channels in sizes and self.block in sizes and self.warps in (4, 8)
+            and 1 <= self.stages <= 8
+        )  # fmt: skip
+
+
 #: by the positions of an owner, rounded up to a power of two
 NORMS = {16: Norms(128, 1, 3), 32: Norms(128, 2, 3), 64: Norms(64, 4, 3), 128: Norms(64, 8, 3)}
 SUMS = {16: Sum(128, 64, 4, 7), 32: Sum(128, 64, 4, 5), 64: Sum(128, 64, 4, 5), 128: Sum(128, 128, 8, 5)}
@@ -66,11 +85,16 @@ def weighing(block: int, outputs: int, channels: int) -> Sum:
     return _entry("sums", f"{block}x{outputs}x{channels}", Sum) or SUMS[block]
 
 
+def gradient(tokens: int, outputs: int, channels: int) -> Gradient | None:
+    """The tile that was measured for these shapes, if any."""
+    return _entry("gradients", f"{tokens}x{outputs}x{channels}", Gradient)
+
+
 def path() -> Path:
     return user_cache() / "kernels.json"
 
 
-def keep(device: str, kind: str, key: str, setting: Norms | Sum) -> None:
+def keep(device: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> None:
     """Write one measured choice for a device, by its name."""
     known = _file()
     known.setdefault(device, {}).setdefault(kind, {})[key] = asdict(setting)
