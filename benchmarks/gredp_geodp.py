@@ -172,7 +172,7 @@ class Bench:
                 tuned = {self.best(task, method, setting, mu) for mu in (None, 0.0)} if task.lengths else ()
                 trials += [
                     Trial(task.name, method, setting, *pick, seed)
-                    for pick in sorted({*tuned, *task.picks})
+                    for pick in sorted({*tuned, *task.fixed(method)})
                     for seed in range(self.options.seeds)
                 ]
         self.run("runs", trials)

@@ -48,8 +48,9 @@ def test_stored_noise_of_other_batches_and_data():
     for batch, sigmas in tasks.BATCH_SIGMAS.items():
         assert 1.99 < spent(sigmas[0], batch, 60_000, round(600_000 / batch), "pld") <= 2.0
         assert 1.99 < spent(sigmas[1], batch, 60_000, round(600_000 / batch), "rdp") <= 2.0
-    for sigma, method in zip(tasks.MODEL_3_SIGMAS, ("pld", "rdp"), strict=True):
-        assert 1.99 < spent(sigma, 500, 50_000, 3000, method) <= 2.0
+    for target, sigmas in tasks.CIFAR_SIGMAS.items():
+        for sigma, method in zip(sigmas, ("pld", "rdp"), strict=True):
+            assert 0.996 * target < spent(sigma, 500, 50_000, 3000, method) <= target
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -58,7 +59,7 @@ def test_every_method_has_the_same_number_of_trials(name):
     assert len({len(task.grid(method)) for method in task.methods}) == 1
     for method in task.methods:
         for setting in task.where(method, tuple(task.settings)):
-            for pick in (*task.grid(method), *task.picks):
+            for pick in (*task.grid(method), *task.fixed(method)):
                 config = task.config(method, setting, pick, 0, "cpu")
                 moved = config.lr * config.max_grad_norm / (1 - config.momentum)
                 assert math.isclose(moved, pick[0])
