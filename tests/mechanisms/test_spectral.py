@@ -240,6 +240,16 @@ def test_events_are_true():
         build("spectral", 1.5, AdaptiveQuantile(1.0), as_published=True)
 
 
+def test_layers_clipped_each_are_refuted_and_one_layer_is_not():
+    """Twenty layers clipped at c with noise σ·c each: the claim is ε = 1, the truth that of σ/√20."""
+    from tests.mechanisms.attacks import attack_spectral, exact
+
+    claimed = exact(3.731)
+    assert claimed == pytest.approx(1.0, abs=0.01)
+    assert 1.5 * claimed < attack_spectral(3.731, 20_000, 20) < exact(3.731 / math.sqrt(20))
+    assert attack_spectral(3.731, 100_000, 1) < claimed
+
+
 def test_state_resumes_exactly():
     g = {"k": torch.randn(4, 2, 1, 3, 3)}
     first = build("spectral", seed=5)
