@@ -25,18 +25,19 @@ class RowScale:
     share: Tensor
 
 
-def limited(cotangent: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with norm ≤ bound (one for all, or one each); rows that are not finite become zero. Also the old norms.
+def limited(cotangent: Tensor, bound: float | Tensor, times: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Rows cut to norm ≤ bound (one for all, or one each), then multiplied by ``times``; also the old norms.
 
-    Norms are taken in float64, where no float32 overflows: one that is not finite belongs to a row that is not.
+    A row that is not finite becomes zero. Norms are taken in float64, where no float32 overflows: one that is not finite
+    belongs to a row that is not, and dividing by it leaves zeros and NaN.
     """
     rows = cotangent.flatten(1)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     precise = torch.promote_types(rows.dtype, torch.float32)
     safe = bound * (1.0 - 64 * torch.finfo(precise).eps)
-    factor = (safe / norms.clamp(min=1e-300)).clamp(max=1.0)
-    cut = torch.where(norms.isfinite()[:, None], rows * factor.to(precise)[:, None], 0.0)
-    return cut.to(cotangent.dtype).view_as(cotangent), norms.nan_to_num(nan=math.inf)
+    divisor = (norms / (safe * times)).clamp(min=1.0 / times).to(precise)
+    cut = (rows / divisor[:, None]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return cut.to(cotangent.dtype).view_as(cotangent), norms
 
 
 class _Clip(torch.autograd.Function):

@@ -40,7 +40,7 @@ LARGEST_GRID = 16
 #: rank above which the iteration runs in float64, because float32's rounding would cost more than 0.5 %
 LARGEST_SINGLE = 128
 #: what underflow can hide, added to every bound
-_TINY = 1e-12
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class Symbols:
 
 def certified(operators: Sequence[Symbols]) -> list[Tensor]:
     """A certified bound for each operator, margin included, as float64 scalars. Similar ranks share their kernels."""
+    found, factors = largest_values(operators)
+    return [bound * factor + TINY for bound, factor in zip(found, factors, strict=True)]
+
+
+def largest_values(operators: Sequence[Symbols]) -> tuple[list[Tensor], list[float]]:
+    """Float64 scalars and factors: value·factor + TINY is a certified bound. The factors depend on shapes alone."""
     groups: list[list[int]] = []
     for index in sorted(range(len(operators)), key=lambda i: -operators[i].rank):
         largest = operators[groups[-1][0]].rank if groups else 0
@@ -64,16 +70,18 @@ def certified(operators: Sequence[Symbols]) -> list[Tensor]:
             groups[-1].append(index)
         else:
             groups.append([index])
-    bounds: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
+    factors: dict[int, float] = {}
     with full_precision():
         for members in groups:
-            found = gram_iteration([operators[i].matrices for i in members])
-            bounds |= {i: bound * (operators[i].factor * MARGIN) for i, bound in zip(members, found, strict=True)}
-    return [bounds[i] for i in range(len(operators))]
+            found, rounding = gram_iteration([operators[i].matrices for i in members])
+            values |= dict(zip(members, found, strict=True))
+            factors |= {i: r * operators[i].factor * MARGIN for i, r in zip(members, rounding, strict=True)}
+    return [values[i] for i in range(len(operators))], [factors[i] for i in range(len(operators))]
 
 
-def gram_iteration(stacks: Sequence[Tensor], squarings: int = SQUARINGS) -> list[Tensor]:
-    """For each stack [F, m, n] (or [m, n]), an upper bound on its largest singular value, as a float64 scalar.
+def gram_iteration(stacks: Sequence[Tensor], squarings: int = SQUARINGS) -> tuple[list[Tensor], list[float]]:
+    """For each stack [F, m, n] (or [m, n]) a float64 scalar, and the factor that makes it bound the largest singular value.
 
     The iteration runs on all of them together; smaller Gram matrices are padded by zeros. Not finite where a stack is
     not, or where its squares leave float32's range.
@@ -85,16 +93,16 @@ def gram_iteration(stacks: Sequence[Tensor], squarings: int = SQUARINGS) -> list
     log = torch.zeros(len(gram), dtype=torch.float64, device=gram.device)
     for t in range(1, squarings):
         if t % 3 == 1 and t + 1 < squarings:  # norms lie in [1/√r, 1] after this: in range for four squarings more
-            entries = torch.view_as_real(gram) if complex_ else gram
-            size = torch.linalg.vector_norm(entries.flatten(1), dim=1, dtype=torch.float64).clamp(min=1e-30)
-            size = size.to(
-                entries.dtype
-            )  # taken in float64: the square of a small entry would vanish, and its norm explode
-            gram, log = gram / size[:, None, None], log + size.double().log() / 2.0**t
+            gram = gram.contiguous()
+            entries = (torch.view_as_real(gram) if complex_ else gram).view(len(gram), -1)
+            # taken in float64: the square of a small entry would vanish, and its norm explode
+            size = torch.linalg.vector_norm(entries, dim=1, dtype=torch.float64).clamp(min=1e-30).to(entries.dtype)
+            entries.div_(size[:, None])  # in the memory of ``gram``
+            log = log + size.double().log() / 2.0**t
         gram = gram @ gram.mH
     bound = torch.exp(log + _norm_bound(gram).double().log() / 2.0**squarings)
-    parts = zip(stacks, bound.split([len(g) for g in grams]), strict=True)
-    return [part.amax() * _rounding(rank, max(stack.shape[-2:]), complex_, single) + _TINY for stack, part in parts]
+    values = [part.amax() for part in bound.split([len(g) for g in grams])]
+    return values, [_rounding(rank, max(stack.shape[-2:]), complex_, single) for stack in stacks]
 
 
 def _first_gram(matrices: Tensor, rank: int, complex_: bool, single: bool) -> Tensor:

@@ -8,6 +8,7 @@ is as certified and nearly free, but looser: noise moves a weight much further i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,12 +16,11 @@ from torch import Tensor, nn
 
 from erlangen.lipschitz.base import Constrained, LipschitzLayer
 from erlangen.lipschitz.compose import layers
-from erlangen.lipschitz.norms import Symbols, certified
+from erlangen.lipschitz.norms import TINY, Symbols, largest_values
+from erlangen.lipschitz.places import places
 
 #: outward factor on a bound that was scaled together with its weight
 _SCALED = 1.0 + 1e-6
-#: what underflow can hide in a Frobenius norm
-_TINY = 1e-12
 
 
 class Projector:
@@ -32,6 +32,7 @@ class Projector:
         self.network, self.every = network, every
         self._calls = 0
         self._seen: list[tuple[int, int]] = []
+        self._places = places(network)
         found = list(layers(network))
         #: layers that only scale their weight: certified together
         self.scaled: list[Constrained] = [m for _, m in found if _only_scales(m)]  # type: ignore[misc]
@@ -60,6 +61,7 @@ class Projector:
         numbers = torch.zeros(len(weights), dtype=torch.float64, device=weights[0].device)
         self._reference, self._reference_bound = [w.clone() for w in weights], numbers
         self._limits = numbers.new_tensor([layer.lipschitz for layer in self.scaled])
+        self._certificate: tuple[Tensor, Tensor] | None = None
         # a float32 sum of n squares is wrong by at most n·u of itself, in any order
         rounding = [1.0 + 2.0**-23 * (w.numel() + 8) for w in weights]
         factors = [layer.frobenius_factor() * r for layer, r in zip(self.scaled, rounding, strict=True)]
@@ -67,16 +69,26 @@ class Projector:
 
     def _certify(self) -> None:
         """Certified norms of all layers, and their weights scaled by min(1, l/norm)."""
-        scale, bound = self._shrink(torch.stack([b.to(self._reference_bound) for b in self.bounds()]))
+        scale, bound = self._shrink(self.bounds())
         if self.every > 1:
             self._reference_bound.copy_((scale * bound).nan_to_num(nan=0.0, posinf=0.0) * _SCALED)
             torch._foreach_copy_(self._reference, [layer.weight.detach() for layer in self.scaled])
 
-    def bounds(self) -> list[Tensor]:
+    def bounds(self) -> Tensor:
         """Full certificates of the layers that only scale their weight, as they are now."""
         together = [(k, s) for k, layer in enumerate(self.scaled) if (s := _symbols(layer)) is not None]
-        found = dict(zip((k for k, _ in together), certified([s for _, s in together]), strict=True))
-        return [found[k] if k in found else layer.certified_norm() for k, layer in enumerate(self.scaled)]
+        values, factors = largest_values([s for _, s in together])
+        found = {k: v for (k, _), v in zip(together, values, strict=True)}
+        own = {k: layer.certified_norm() for k, layer in enumerate(self.scaled) if k not in found}
+        every = torch.stack([(found | own)[k].to(self._limits) for k in range(len(self.scaled))])
+        if (
+            self._certificate is None
+        ):  # numbers that depend on shapes alone: they reach the device once, before any capture
+            factor, added = [1.0] * len(every), [0.0] * len(every)
+            for (k, _), f in zip(together, factors, strict=True):
+                factor[k], added[k] = f, TINY
+            self._certificate = self._limits.new_tensor(factor), self._limits.new_tensor(added)
+        return torch.addcmul(self._certificate[1], every, self._certificate[0])
 
     def _follow(self) -> None:
         self._shrink(self.between())
@@ -85,10 +97,10 @@ class Projector:
         """Bounds by the triangle inequality from the last full certificates."""
         moved = torch._foreach_sub([layer.weight.detach() for layer in self.scaled], self._reference)
         lengths = torch.stack(torch._foreach_norm(moved)).double()
-        return self._reference_bound + lengths * self._factors + _TINY
+        return self._reference_bound + lengths * self._factors + TINY
 
     def _shrink(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        scales, broken = (self._limits / bounds).clamp(max=1.0), ~bounds.isfinite()
+        scales, broken = (self._limits / bounds).clamp(max=1.0), ~(bounds < math.inf)
         for layer, scale, zero in zip(self.scaled, scales, broken, strict=True):
             layer.weight.detach().mul_(scale).masked_fill_(zero, 0.0)
             layer.project_bias()
@@ -102,15 +114,16 @@ class Projector:
 
     def _key(self) -> tuple[float, ...]:
         """Where the weights lie and what they are held to: if that changes, nothing recorded is used again."""
-        places = [p.data_ptr() for p in self.network.parameters()]
-        return (*places, *(v for layer in self.scaled for v in (layer.lipschitz, layer.bias_bound)), *self._sizes())
+        where = [slots[key].data_ptr() for slots, key, _ in self._places]
+        return (*where, *(v for layer in self.scaled for v in (layer.lipschitz, layer.bias_bound)), *self._sizes())
 
     def _sizes(self) -> list[float]:
         """Output sizes that convolutions are certified for."""
         return [float(n) for layer in self.scaled for n in getattr(layer, "outputs", None) or (0, 0)]
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(p.data_ptr(), p._version) for p in self.network.parameters()]
+        now = [slots[key] for slots, key, _ in self._places]
+        return [(p.data_ptr(), p._version) for p in now]
 
 
 def _only_scales(layer: LipschitzLayer) -> bool:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from erlangen.gradients.attach import PrivateForward, attach, detach
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.lipschitz.backward_clip import AdaptiveBackwardClip, BackwardClip, RowScale, limited
+from erlangen.lipschitz.places import Place, places
 
 
 class SummedGradients(PerSampleGradients):
@@ -55,7 +55,7 @@ class Recorder(Tape):
 
     _clips: tuple[AdaptiveBackwardClip, ...] = ()
     _cutting: tuple[BackwardClip, ...] = ()
-    _frozen: tuple[str, ...] = ()
+    _places: tuple[Place, ...] = ()
 
     def __init__(
         self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], mode: str = "autograd"
@@ -78,7 +78,7 @@ class Recorder(Tape):
     def attach(self, module: nn.Module) -> None:
         self._clips = tuple(m for m in module.modules() if isinstance(m, AdaptiveBackwardClip))
         self._cutting = tuple(m for m in module.modules() if isinstance(m, BackwardClip))
-        self._frozen = tuple(n for n, _ in module.named_parameters() if n not in self.parameters)
+        self._places = places(module)
         if self.mode != "autograd":
             attach(module, self)
         module.__dict__["forward"] = PrivateForward(module, _recorded, self)
@@ -97,17 +97,28 @@ class Recorder(Tape):
             raise RuntimeError(f"the network got {x.shape[0]} rows where {rows.rows} were announced")
         share = _share(rows, x)
         for clip in self._cutting:
-            clip.rows = RowScale(share, share)
+            each = torch.full((x.shape[0],), share, device=x.device) if isinstance(share, float) else share
+            clip.rows = RowScale(each, each)
         leaves: dict[str, Tensor] = {}
         if self.mode != "autograd":
             logits = type(module).forward(module, x)
         else:
             leaves = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
-            frozen = {name: module.get_parameter(name).detach() for name in self._frozen}
-            logits = functional_call(_Body(module), {f"inner.{n}": p for n, p in (frozen | leaves).items()}, (x,))
+            logits = self._on(leaves, module, x)
         return _Gate.apply(logits, lambda c: self._pass(c, rows.owners, share, leaves))
 
-    def _pass(self, cotangent: Tensor, owners: int, share: Tensor, leaves: dict[str, Tensor]) -> Tensor:
+    def _on(self, leaves: dict[str, Tensor], module: nn.Module, x: Tensor) -> Tensor:
+        """The module's own computation with other tensors in the places of its parameters; frozen ones stay constants."""
+        kept = [(slots, key, slots[key]) for slots, key, _ in self._places]
+        for (slots, key, name), (_, _, own) in zip(self._places, kept, strict=True):
+            slots[key] = leaves[name] if name in leaves else own.detach()
+        try:
+            return type(module).forward(module, x)
+        finally:
+            for slots, key, own in kept:
+                slots[key] = own
+
+    def _pass(self, cotangent: Tensor, owners: int, share: float | Tensor, leaves: dict[str, Tensor]) -> Tensor:
         if self._leaves is not None:
             raise RuntimeError(
                 "two forward passes took part in one step: each record may contribute once. Give all rows to one call "
@@ -117,9 +128,9 @@ class Recorder(Tape):
         self._refuse_rounded(cotangent, self.reduction)
         self._leaves, self._owners = leaves, owners
         precise = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))  # rounded once, at the end
-        whole = precise * cotangent.shape[0] if self.reduction == "mean" else precise
-        shares = share.to(precise.dtype).view(-1, *[1] * (cotangent.ndim - 1))
-        return (limited(whole, self.loss_constant)[0] * shares).to(cotangent.dtype)
+        # what a mean divided by is put back after the cut: n·limited(c, L/n) is limited(n·c, L)
+        count = max(cotangent.shape[0], 1) if self.reduction == "mean" else 1
+        return limited(precise, self.loss_constant / count, share * count)[0].to(cotangent.dtype)
 
     def _rows_of(self, count: int, device: torch.device) -> RowMap:
         """Rows of one owner are summed: the gate has applied their shares."""
@@ -147,33 +158,20 @@ class Recorder(Tape):
         return SummedGradients(pieces.weighted_sum(dict.fromkeys(pieces.names, ones)), pieces.owners)
 
 
-class _Body(nn.Module):
-    """The module's own computation, without the shadowed ``forward``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.inner = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self.inner).forward(self.inner, x)
-
-
 def _recorded(module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor:
     """The rule of the whole network, in the form that `PrivateForward` calls."""
     return recorder.run(module, x)
 
 
-def _share(rows: RowMap, like: Tensor) -> Tensor:
-    """Each row's part of its owner; at most 1 in total per owner."""
+def _share(rows: RowMap, like: Tensor) -> float | Tensor:
+    """Each row's part of its owner (a number if it is the same for all); at most 1 in total per owner."""
     if rows.reduce != "mean":
         raise ValueError(
             f"rows of one owner are combined by {rows.reduce!r}: the sum over a record's rows has no bound that is "
             "known in advance. Use reduce='mean'."
         )
-    floats = torch.empty(0, dtype=torch.float32, device=like.device)
     if not rows.is_regular:
-        return rows.row_factor(floats)
-    share = torch.full((rows.rows,), rows.mean_factor(), device=like.device)
-    if rows.valid is not None:
-        share = share * rows.valid.to(like.device).repeat_interleave(rows.views)
-    return share
+        return rows.row_factor(torch.empty(0, dtype=torch.float32, device=like.device))
+    if rows.valid is None:
+        return rows.mean_factor()
+    return rows.mean_factor() * rows.valid.to(like.device, torch.float32).repeat_interleave(rows.views)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from erlangen.accounting import gaussian
 from erlangen.gradients.tape import PerSampleGradients, Tape
@@ -155,10 +156,12 @@ class Clipless(Mechanism):
         self._stds, self._delta = noise_split(bounds, sigma, self.split), dict(bounds)
         first = next(iter(self._like.values()))
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self._like.values()) else torch.float32
-        self._sizes = [shape.numel() for shape in self.shapes.values()]
+        sizes = torch.tensor([shape.numel() for shape in self.shapes.values()])
         stds = torch.tensor([self._stds[name] for name in self.shapes], dtype=dtype)
         #: noise of every coordinate, in the order of `shapes`
-        self._noise = stds.repeat_interleave(torch.tensor(self._sizes)).to(first.device)
+        self._noise = stds.repeat_interleave(sizes).to(first.device)
+        #: the shapes of the released parts; they hold nothing
+        self._templates = [torch.empty(shape, device="meta") for shape in self.shapes.values()]
 
     def _reset(self) -> None:
         #: the sum of all parameters' gradients as one vector; None is zero
@@ -184,7 +187,7 @@ class Clipless(Mechanism):
         sums = gradients.sums if isinstance(gradients, SummedGradients) else self._cut(gradients)
         if not sums:
             return
-        whole = torch.cat([sums[name].detach().to(self._noise.dtype).flatten() for name in self.shapes])
+        whole = _flatten_dense_tensors([sums[name].to(self._noise.dtype) for name in self.shapes]).detach()
         self._sum = whole if self._sum is None else self._sum.add_(whole)
 
     def _total(self) -> Tensor:
@@ -216,8 +219,8 @@ class Clipless(Mechanism):
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.noise.next_release()
-        parts = (self.noise.perturb(self._total(), self._noise) / expected_batch).split(self._sizes)
-        released = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        whole = self.noise.perturb(self._total(), self._noise) / expected_batch
+        released = dict(zip(self.shapes, _unflatten_dense_tensors(whole, self._templates), strict=True))
         for layer in self.adaptive:
             count = torch.tensor([layer.total], dtype=torch.float64)
             std = layer.count_std if self.noise_multiplier > 0 else None
