@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 Job = TypeVar("Job")
@@ -51,11 +54,13 @@ class Pool:
         import ray
 
         if not ray.is_initialized():
+            _refuse_dead(self.cluster)
             try:
-                ray.init(address=self.cluster, log_to_driver=False)
+                ray.init(address=self.cluster, log_to_driver=False, logging_level=logging.ERROR)
             except ConnectionError as error:
+                where = os.environ.get("RAY_ADDRESS") or "this machine"
                 raise ValueError(
-                    f"no Ray cluster at {self.cluster!r} ({error}); start one with: ray start --head"
+                    f"no Ray cluster was found at {where}: start one with `ray start --head`, or set RAY_ADDRESS"
                 ) from error
         remote = ray.remote(num_cpus=self.threads, num_gpus=self.gpus)(_with_threads)
         pending = {remote.remote(work, job, self.threads): job for job in jobs}
@@ -68,6 +73,23 @@ class Pool:
 def require_ray() -> None:
     if find_spec("ray") is None:
         raise ImportError("--cluster needs Ray, which this Python does not have: pip install 'erlangen[cluster]'")
+
+
+def _refuse_dead(cluster: str | None) -> None:
+    """A cluster that was ended without `ray stop` leaves its address behind, at which Ray would wait for minutes."""
+    if cluster != "auto":
+        return
+    last = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    address = os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.is_file() else "")
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return  # another form, or nothing known: Ray's own search is quick
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ValueError(
+            f"the Ray cluster at {address} does not answer ({error}): `ray stop`, then `ray start --head`, or set RAY_ADDRESS"
+        ) from error
 
 
 def default_workers(threads: int = 1) -> int:
