@@ -5,14 +5,19 @@
 
 A step is forward, backward, noise, update and projection. Times are medians over alternating repeats, as ratios to the
 plain step; memory (CUDA only) is the peak above what was held before the step, as a ratio to the plain step's. What
-does not fit into memory is left out.
+does not fit into memory is left out, and the results say so. ``--count`` adds how many operators of a step compute
+something (each is at least one launch on a GPU; what a captured projection replays is counted apart): at small batches
+a GPU waits for launches.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import importlib.metadata
 import json
+import platform
 import statistics
 import time
 import warnings
@@ -25,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from erlangen import PrivacyEngine, RowMap
-from erlangen.lipschitz import CrossEntropy, SpectralConv2d, SpectralDense
+from erlangen.lipschitz import CrossEntropy, Projector, SpectralConv2d, SpectralDense
 from erlangen.models import lipschitz as models
 
 Step = Callable[[], None]
@@ -116,29 +121,125 @@ def contestants(net: nn.Module, x: torch.Tensor, y: torch.Tensor, every: int) ->
     }
 
 
-def measure(net: nn.Module, x: torch.Tensor, y: torch.Tensor, repeats: int, every: int) -> dict[str, dict[str, float]]:
+def measure(net: nn.Module, x: torch.Tensor, y: torch.Tensor, repeats: int, every: int) -> dict[str, dict[str, Any]]:
     steps: dict[str, Step] = {}
-    for name, make in contestants(net, x, y, every).items():
+    result: dict[str, dict[str, Any]] = {}
+
+    def attempt(name: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives; without memory for it, or Opacus, the contestant is out."""
         try:
-            steps[name] = make()
-            for _ in range(WARM_UP):
-                steps[name]()
+            return work()
         except (torch.OutOfMemoryError, ImportError) as error:
             print(f"  {name}: left out ({type(error).__name__})")
             steps.pop(name, None)
+            result[name] = {"left_out": type(error).__name__}
             if x.is_cuda:
                 torch.cuda.empty_cache()
+            return None
+
+    for name, make in contestants(net, x, y, every).items():
+        step = attempt(name, lambda make=make: _warm(make()))  # type: ignore[misc]
+        if step is not None:
+            steps[name] = step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
-        for name, step in steps.items():
-            times[name].append(_seconds(step, x.is_cuda))
-    result = {name: {"seconds": statistics.median(t)} for name, t in times.items()}
-    for name, step in steps.items():
-        result[name]["ratio"] = result[name]["seconds"] / result["plain"]["seconds"]
+        for name in list(steps):
+            taken = attempt(name, lambda name=name: _seconds(steps[name], x.is_cuda))  # type: ignore[misc]
+            if taken is not None:
+                times[name].append(taken)
+    for name in list(steps):
+        result[name] = {"seconds": statistics.median(times[name]), "times": times[name]}
         if x.is_cuda:
-            result[name]["peak_bytes"] = _peak(step)
-            result[name]["memory_ratio"] = result[name]["peak_bytes"] / result["plain"]["peak_bytes"]
+            result[name]["peak_bytes"] = _peak(steps[name])
+    for row in (result[name] for name in steps if "plain" in steps):
+        row["ratio"] = row["seconds"] / result["plain"]["seconds"]
+        if x.is_cuda:
+            row["memory_ratio"] = row["peak_bytes"] / result["plain"]["peak_bytes"]
     return result
+
+
+def _warm(step: Step) -> Step:
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+#: operators that only look at memory in another way, or reserve it
+FREE = frozenset(
+    [
+        "alias",
+        "as_strided",
+        "chunk",
+        "conj",
+        "_conj",
+        "contiguous",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "flatten",
+        "lift_fresh",
+        "narrow",
+        "new_empty",
+        "permute",
+        "promote_types",
+        "reshape",
+        "_reshape_alias",
+        "resolve_conj",
+        "resolve_neg",
+        "result_type",
+        "select",
+        "set_",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "to",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "_unsafe_view",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "view_as_real",
+    ]
+)
+
+
+def operators(net: nn.Module, batch: int = 2) -> dict[str, dict[str, int]]:
+    """Operators of one step that compute, on the CPU: of plain and clipless, and of the projection that a GPU replays."""
+    net, shape = copy.deepcopy(net).cpu(), net[0].shape  # type: ignore[index]
+    x, y = torch.rand(batch, *shape), torch.randint(10, (batch,))
+    steps = {name: _warm(make()) for name, make in contestants(net, x, y, 10).items() if name in ("plain", "clipless")}
+    found = {name: {"operators": _count(step)} for name, step in steps.items()}
+    project = Projector(net)
+    project()
+    found["clipless"]["replayed"] = _count(project)
+    return found
+
+
+def _count(step: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    names = [e.name[6:] for e in profile.events() or [] if e.name.startswith("aten::") and not e.cpu_children]
+    return sum(name not in FREE for name in names)
+
+
+def versions(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("opacus", "erlangen"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if device == "cuda":
+        found |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "gpu": torch.cuda.get_device_name(),
+        }
+    return found
 
 
 def _seconds(step: Step, cuda: bool) -> float:
@@ -169,6 +270,7 @@ def main() -> None:
     parser.add_argument("--certify-every", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--count", action="store_true", help="also count the operators of a step")
     parser.add_argument("--json", nargs="?", const="-", help="write the results here, or print them")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -177,13 +279,18 @@ def main() -> None:
     net = NETWORKS[arguments.model](arguments.size).to(arguments.device)
     count = sum(p.numel() for p in net.parameters())
     facts = {k: getattr(arguments, k) for k in ("device", "model", "size", "threads", "repeats")}
-    results: dict[str, Any] = {**facts, "torch": torch.__version__, "parameters": count, "batches": {}}
+    results: dict[str, Any] = {**facts, **versions(arguments.device), "parameters": count, "batches": {}}
+    if arguments.count:
+        results["operators"] = operators(net)
+        print(f"operators that compute, a step: {json.dumps(results['operators'])}")
     for size in (int(b) for b in arguments.batch.split(",")):
         x = torch.rand(size, *net[0].shape, device=arguments.device)  # type: ignore[index]
         y = torch.randint(10, (size,), device=arguments.device)
         print(f"{arguments.model} ({count} parameters), batch {size}, {arguments.device}")
         found = results["batches"][str(size)] = measure(net, x, y, arguments.repeats, arguments.certify_every)
         for name, row in found.items():
+            if "left_out" in row:
+                continue
             memory = f"  memory {row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
             print(f"  {name:40} {1e3 * row['seconds']:9.1f} ms  {row['ratio']:6.2f}{memory}")
     if arguments.json == "-":
