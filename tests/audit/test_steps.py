@@ -123,11 +123,20 @@ def test_record_canaries_of_a_sound_clipless_run(config):
     assert release.verdict == CONSISTENT
     assert 0.5 < release.facts["largest_share_of_sensitivity"] <= 1.0
     assert 0 < release.gdp_lower_bound["95%"] < release.claim
-    assert 0.9 < release.facts["noise_upper_limit"] < 1.2
+    assert 0.9 < release.facts["noise_upper_limit"] < 1.3
     assert "run canaries" not in found  # their scores are not independent
     assert "one run" in found
     assert "finish" not in session.training.mechanism.__dict__
     assert session.accountant.steps == 40
+
+
+def test_canaries_use_up_what_a_scaling_network_lets_in():
+    """The default network multiplies images before it cuts them: a canary at the cut itself would be four times too weak."""
+    config = TrainConfig(mechanism="clipless", epsilon=None, noise_multiplier=1.0, batch=64, steps=20, ema=0.0, seed=1)
+    tap = canaries.make_tap(session := Session(config, run_id="reach"), 3, 0)
+    session.step()
+    tap.remove()
+    assert tap.facts["largest_share_of_sensitivity"] > 0.99
 
 
 def test_record_canaries_find_missing_noise(config):

@@ -199,7 +199,7 @@ def conclude_canaries(session: Any, name: str, tap: Any, confidence: float = CON
         return [unable(name, "release canaries", few)]
     facts = {**tap.facts, "canaries": tap.release, "steps": steps}
     if tap.white:
-        facts["noise_upper_limit"] = noise_upper_limit(scores[1])
+        facts["noise_upper_limit"] = noise_upper_limit(scores[1], 1 - CONFIDENCE)
     findings = [
         conclude(
             name, "release canaries", evidence(scores[0], scores[1], delta, 1 - confidence), one, trials=len(seen.release_scores),

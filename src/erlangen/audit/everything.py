@@ -77,7 +77,8 @@ class Everything:
 RUNS: dict[str, dict[str, Any]] = {
     "ISO": {"model": "logistic"},
     "GeoDP": {"model": "logistic", "mechanism": "geodp"},
-    "Clipless": {
+    "Clipless": {"mechanism": "clipless"},
+    "Clipless, LeNet": {
         "model": "lipschitz-lenet", "model_options": {"width": 4}, "mechanism": "clipless",
         "mechanism_options": {"loss": "cross-entropy"},
     },

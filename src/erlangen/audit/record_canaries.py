@@ -21,6 +21,7 @@ from torch import Tensor
 
 from erlangen.audit.canaries import Seen, likelihood_ratio
 from erlangen.audit.neighbours import flatten
+from erlangen.audit.steps import reach
 from erlangen.gradients.rows import RowMap
 from erlangen.mechanisms.noise import NoiseSource
 from erlangen.sampling import PoissonSampler
@@ -140,7 +141,7 @@ class RecordTap:
 
     def _strengthen(self) -> None:
         """Inputs on the sphere that the network accepts, release canaries moved uphill in the length of their gradients."""
-        radius = float(getattr(next(iter(self.plain.children())), "bound", 1.0))
+        radius = reach(self.plain)
         flat = self.x.flatten(1)
         self.x = (flat * (radius / flat.norm(dim=1, keepdim=True))).view_as(self.x)
         for k in range(self.release):

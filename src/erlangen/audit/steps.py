@@ -108,7 +108,7 @@ def strongest(step: Step, seed: int = 0) -> list[tuple[float, Tensor, Tensor]]:
         n: torch.as_tensor(step.mechanism.noise_std(n), dtype=torch.float64).clamp(min=1e-12)
         for n in step.mechanism.shapes
     }
-    radius = float(getattr(next(iter(plain.children()), None), "bound", 10.0))
+    radius = reach(plain)
     g = torch.Generator().manual_seed(seed)
     found = []
     for restart in range(restarts):
@@ -121,6 +121,12 @@ def strongest(step: Step, seed: int = 0) -> list[tuple[float, Tensor, Tensor]]:
             x, y = _climb(x, dx, radius), _climb(y, dy, 1.0)
         found.append((_slopes(plain, x, y, noise)[0], x, y))
     return sorted(found, key=lambda f: -f[0])[:3]
+
+
+def reach(network: nn.Module) -> float:
+    """The norm of a record that uses up what the network lets in: beyond it the first layer cuts, and may take a mean off."""
+    first: Any = next(iter(network.children()), None)
+    return 4.0 * float(first.reach) if hasattr(first, "reach") else 10.0
 
 
 def _slopes(
@@ -190,4 +196,4 @@ def audit_step(name: str, build: Callable[[], Step], delta: float = 1e-5) -> Fin
     return passed(name, "training step", tried, facts)
 
 
-__all__ = ["Step", "audit_step", "hostile", "loss_of", "strongest"]
+__all__ = ["Step", "audit_step", "hostile", "loss_of", "reach", "strongest"]
