@@ -133,7 +133,7 @@ def test_record_canaries_of_a_sound_clipless_run(config):
 def test_canaries_use_up_what_a_scaling_network_lets_in():
     """The default network multiplies images before it cuts them: a canary at the cut itself would be four times too weak."""
     config = TrainConfig(mechanism="clipless", epsilon=None, noise_multiplier=1.0, batch=64, steps=20, ema=0.0, seed=1)
-    tap = canaries.make_tap(session := Session(config, run_id="reach"), 3, 0)
+    tap = canaries.make_tap(session := Session(config, run_id="reach"), 3, 0, seed=1)
     session.step()
     tap.remove()
     assert tap.facts["largest_share_of_sensitivity"] > 0.99
