@@ -166,17 +166,8 @@ def _warm(step: Step) -> Step:
 
 #: operators that only look at memory in another way, or reserve it
 FREE = frozenset(
-    [
-        "alias",
-        "as_strided",
-        "chunk",
-        "conj",
-        "_conj",
-        "contiguous",
-        "detach",
-        "empty",
-        "empty_like",
-        "empty_strided",
+    {"alias", "as_strided", "chunk", "conj", "_conj", "contiguous", "detach", "empty", "empty_like", "empty_strided"}
+    | {
         "expand",
         "flatten",
         "lift_fresh",
@@ -186,26 +177,9 @@ FREE = frozenset(
         "promote_types",
         "reshape",
         "_reshape_alias",
-        "resolve_conj",
-        "resolve_neg",
-        "result_type",
-        "select",
-        "set_",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "to",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "_unsafe_view",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_real",
-    ]
+    }
+    | {"resolve_conj", "resolve_neg", "result_type", "select", "set_", "slice", "split", "split_with_sizes", "squeeze"}
+    | {"t", "to", "transpose", "unbind", "unflatten", "_unsafe_view", "unsqueeze", "view", "view_as", "view_as_real"}
 )
 
 

@@ -130,7 +130,7 @@ def fit(task: Task) -> dict[str, Any]:
     scores = session.evaluate()
     row = {**dataclasses.asdict(task), "delta": settings.delta, "batch": settings.batch, "steps": settings.steps}
     row |= {"accuracy": scores["test_accuracy"], "seconds": time.perf_counter() - started}
-    row |= {"parameters": sum(p.numel() for p in session.model.parameters())}
+    row |= {"parameters": sum(p.numel() for p in session.model.parameters()), "torch": torch.__version__}
     return row | {"spent": session.epsilon()} if task.round is None else row
 
 
@@ -142,8 +142,7 @@ class Study:
         self.names, self.methods = arguments.data.split(","), arguments.methods.split(",")
         self.seeds, self.steps, self.iso_device = arguments.seeds, arguments.steps, arguments.iso_device
         self.device = arguments.device
-        self.facts = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
-        self.facts |= {"iso_device": self.iso_device, "device": self.device, "steps": self.steps}
+        self.facts = {"machine": platform.processor() or platform.machine(), "steps": self.steps}
         self.rows: list[dict[str, Any]] = []
         #: of runs that raised an error; they are tried again by --resume
         self.failed: set[str] = set()
