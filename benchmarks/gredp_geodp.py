@@ -15,6 +15,7 @@ for logistic regression.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -95,6 +96,7 @@ class Bench:
                 scores = self.trained(task, part, data).evaluate()
                 seconds = time.perf_counter() - started
                 self.keep(phase, part, scores)
+                gc.collect()  # layers know their stack and the stack its layers: only the collector frees them
                 print(f"{phase} {name} {family}: {len(part)} runs in {seconds:.1f} s", flush=True)
 
     def in_time(self) -> None:

@@ -209,6 +209,8 @@ def test_an_explicit_mask_is_obeyed_and_checked():
     out = mechanism.release({"k": g})["k"]
     want = torch.fft.ifft(torch.fft.fft(g.sum(0)) * mask).real
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    listed = build("spectral", 0.0, Flat(100.0), mask={"k": mask.tolist()})  # as a configuration file has it
+    torch.testing.assert_close(listed.release({"k": g})["k"], out)
     mask[7] = False
     with pytest.raises(ValueError, match=r"keeps frequency \(1,\) but not its negative"):
         build("spectral", mask={"k": mask}).bind({"k": torch.zeros(1, 1, 8)})

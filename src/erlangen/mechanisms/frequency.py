@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,14 +95,15 @@ class Fourier(Geometry):
     """T = P·H: Hartley coordinates of the frequencies that are kept. Unitary when all are.
 
     ``ratio`` keeps a low-pass share of each parameter's frequencies; ``masks`` names the frequencies of a parameter
-    explicitly (FFT order, shaped like the transformed axes); ``axes`` names the axes to transform where the rule at the
-    top of this file is not the right one. All of these are fixed before training and independent of the data.
+    explicitly (FFT order, shaped like the transformed axes; lists will do); ``axes`` names the axes to transform where
+    the rule at the top of this file is not the right one. All of these are fixed before training and independent of the
+    data.
     """
 
     def __init__(
         self,
         ratio: float = 1.0,
-        masks: Mapping[str, Tensor] | None = None,
+        masks: Mapping[str, Tensor | Sequence[Any]] | None = None,
         axes: Mapping[str, Sequence[int]] | None = None,
         order: str = "filter-first",
     ) -> None:
@@ -109,7 +111,7 @@ class Fourier(Geometry):
             raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
         low_pass((1,), ratio)
         self.ratio, self.order = ratio, order
-        self._given = {name: m.detach().to("cpu", torch.bool) for name, m in (masks or {}).items()}
+        self._given = {name: torch.as_tensor(m).detach().to("cpu", torch.bool) for name, m in (masks or {}).items()}
         self._axes = {name: tuple(a) for name, a in (axes or {}).items()}
         self.dims: dict[str, tuple[int, ...]] = {}
         self.mask: dict[str, Tensor] = {}
