@@ -328,8 +328,9 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
 def expand(weight: Tensor) -> Tensor:
     """First rows [p, q, b, …] → the dense [p·b, q·b, …], W[r, c] = w[(c − r) mod b]."""
     b = weight.shape[2]
-    index = (torch.arange(b)[None, :] - torch.arange(b)[:, None]) % b  # [r, c]
-    return weight[:, :, index.to(weight.device)].transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    place = torch.arange(b, device=weight.device)  # made there: a copy from the host would stop a CUDA graph
+    index = (place[None, :] - place[:, None]) % b  # [r, c]
+    return weight[:, :, index].transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def nearest(dense: Tensor, block: int) -> Tensor:
