@@ -32,6 +32,7 @@ def script(name: str):
 
 tasks = script("gredp_geodp_tasks")
 bench = script("gredp_geodp")
+tables = script("gredp_geodp_tables")
 
 
 def spent(sigma: float, batch: int, records: int, steps: int, method: str) -> float:
@@ -152,3 +153,20 @@ def test_the_truth_is_added_afterwards():
     assert found["gredp-table1 | claimed | GReDP as published"]["pld"] > 1.6
     geodp = bench.true_epsilons([{"key": ["geodp-fig5", "GeoDP as published β=1", "σ=10", 1.6, 0.1, 0.0, 0]}])
     assert next(iter(geodp.values())) == {"pld": "inf", "rdp": "inf"}
+
+
+def test_a_row_is_what_tuning_chose_beside_its_rivals():
+    from scipy.stats import ttest_rel
+
+    key = lambda method, pick, seed: ["geodp-table2", method, "σ=10", *pick, seed]  # noqa: E731
+    a, b = (0.8, 0.1, 0.0), (3.2, 0.1, 0.9)
+    ours, theirs, method = [0.90, 0.92, 0.95], [0.80, 0.85, 0.84], "GeoDP as published β=0.1"
+    tuning = [{"key": key("DP", a, 1000), "test_accuracy": 0.5}, {"key": key("DP", b, 1000), "test_accuracy": 0.4}]
+    runs = [{"key": key("DP", a, s), "test_accuracy": v} for s, v in enumerate(theirs)]
+    runs += [{"key": key("DP", b, s), "test_accuracy": 0.99} for s in range(3)]  # better, but not what was chosen
+    runs += [{"key": key(method, a, s), "test_accuracy": v} for s, v in enumerate(ours)]
+    row = tables.table({"tuning": tuning, "runs": runs}, "geodp-table2", "test_accuracy").splitlines()[-1]
+    interval = ttest_rel(ours, theirs).confidence_interval(0.95)
+    mean, half = 50 * (interval.low + interval.high), 50 * (interval.high - interval.low)
+    assert f"| {method} | ∞ / ∞ | 8 | 0.1 | 0 |" in row
+    assert f"{mean:+.2f} ± {half:.2f}" in row

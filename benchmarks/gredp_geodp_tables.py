@@ -1,0 +1,105 @@
+"""Markdown tables of what `gredp_geodp.py` measured.
+
+    python benchmarks/gredp_geodp_tables.py frequency.json --task gredp-table1 --measure test_accuracy
+
+A row is a method at the options that tuning chose; its differences to DP-SGD (and AUTO-S) are means over common seeds with
+95 % intervals (Student's t). ε is the method's own, by both accountants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gredp_geodp import Trial, gap, true_epsilons
+from gredp_geodp_tasks import TASKS, Pick
+from scipy.stats import t
+
+Values = dict[int, float]
+RIVALS = (("DP-SGD", "DP"), ("AUTO-S", "DP+AUTO-S"))
+
+
+def cells(runs: list[dict[str, Any]], task: str, measure: str) -> dict[tuple[str, str], dict[Pick, Values]]:
+    """(setting, method) → pick → seed → value; accuracies in %."""
+    found: dict[tuple[str, str], dict[Pick, Values]] = {}
+    for row in runs:
+        trial = Trial(*row["key"])
+        if trial.task == task:
+            pick = (trial.length, trial.bound, trial.momentum)
+            value = row[measure] * (100 if measure == "test_accuracy" else 1)
+            found.setdefault((trial.setting, trial.method), {}).setdefault(pick, {})[trial.seed] = value
+    return found
+
+
+def chosen(result: dict[str, Any], task: str, setting: str, method: str, picks: dict[Pick, Values]) -> Pick:
+    """What tuning chose; the only one where nothing was tuned."""
+    score, sign = TASKS[task].score, -1 if TASKS[task].score == "test_loss" else 1
+    tried: dict[Pick, list[float]] = {}
+    for row in result["tuning"]:
+        trial = Trial(*row["key"])
+        if (trial.task, trial.setting, trial.method) == (task, setting, method):
+            tried.setdefault((trial.length, trial.bound, trial.momentum), []).append(sign * row[score])
+    known = {pick: statistics.fmean(values) for pick, values in tried.items() if pick in picks}
+    return max(known, key=known.__getitem__) if known else next(iter(picks))
+
+
+def difference(mine: Values, other: Values | None, digits: int) -> str:
+    if not other:
+        return "–"
+    found = gap(mine, other)
+    if found["standard_error"] is None:
+        return "–" if found["mean"] is None else f"{found['mean']:+.{digits}f}"
+    half = float(t.ppf(0.975, found["seeds"] - 1)) * found["standard_error"]
+    return f"{found['mean']:+.{digits}f} ± {half:.{digits}f}"
+
+
+def spent(epsilon: dict[str, Any]) -> str:
+    return " / ".join("∞" if e == "inf" or math.isinf(float(e)) else f"{float(e):.3g}" for e in epsilon.values())
+
+
+def table(result: dict[str, Any], task: str, measure: str) -> str:
+    found, digits = cells(result["runs"], task, measure), 2 if measure == "test_accuracy" else 3
+    best = {key: picks[chosen(result, task, *key, picks)] for key, picks in found.items()}
+    truth = true_epsilons([row for row in result["runs"] if row["key"][0] == task])
+    lines = [
+        f"| setting | method | true ε (PLD / RDP) | lr | C | momentum | {measure} | − DP-SGD | − AUTO-S |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (setting, method), picks in found.items():
+        for pick, values in picks.items():
+            length, bound, momentum = pick
+            mark = "" if len(picks) == 1 or values is best[setting, method] else " (momentum 0)"
+            rivals = []
+            for names in RIVALS:
+                theirs = [best.get((setting.replace("claimed", "true"), name)) for name in names]
+                rivals.append("–" if method in names else difference(values, theirs[0] or theirs[1], digits))
+            numbers = list(values.values())
+            spread = statistics.stdev(numbers) if len(numbers) > 1 else math.nan
+            rate = f"{length / bound * (1 - momentum):.3g}"
+            lines.append(
+                f"| {setting} | {method}{mark} | {spent(truth[f'{task} | {setting} | {method}'])} | {rate} | {bound:g} | "
+                f"{momentum:g} | {statistics.fmean(numbers):.{digits}f} ± {spread:.{digits}f} ({len(numbers)}) | "
+                + " | ".join(rivals) + " |"
+            )  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--task", required=True, choices=list(TASKS))
+    parser.add_argument("--measure", default="test_accuracy", choices=["test_accuracy", "test_loss"])
+    arguments = parser.parse_args()
+    print(table(json.loads(arguments.file.read_text()), arguments.task, arguments.measure))
+
+
+if __name__ == "__main__":
+    main()
