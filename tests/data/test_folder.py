@@ -108,7 +108,7 @@ def test_resizing_covers_and_takes_the_middle(tmp_path):
 def test_mixed_sizes_are_named_and_cured(tmp_path):
     root = tree(tmp_path / "d")
     draw(root / "dog" / "odd.png", size=(9, 9))
-    with pytest.raises(DataError, match=r"2 sizes: 6×5 \(4\), 9×9 \(1\)\. Give --image-size N.*Not 6×5: dog/odd\.png"):
+    with pytest.raises(DataError, match=r"2 sizes \(width×height\): 6×5 \(4\), 9×9 \(1\)\. Give.*Not 6×5: dog/odd\.png"):
         load(root)
     data = load(root, image_size=4)
     assert data.x_train.shape == (5, 1, 4, 4)
@@ -226,6 +226,33 @@ def test_patients_from_a_table(tmp_path):
     table.write_text("picture,patient\nx,y\n")
     with pytest.raises(DataError, match="one called file"):
         load(root, "patient", unit_csv=str(table))
+
+
+@pytest.mark.parametrize("written", ["{}", "./{}", "train/{}", "scans/train/{}", "{root}/{}"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_table_may_write_paths_as_its_maker_does(tmp_path, written, separator):
+    root = patients(tmp_path / "scans" / "train")
+    files = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.png"))
+    table = tmp_path / "who.csv"
+    rows = [f"{written.format(f, root=root)}{separator}{f[-7]}" for f in files]
+    table.write_text("\n".join([f"file{separator}patient", *rows]))
+    assert load(root.parent, "patient", unit_csv=str(table)).unit.tolist() == [f[-7] for f in files]
+
+
+def test_a_table_of_other_paths_is_shown_beside_ours(tmp_path):
+    root = patients(tmp_path / "scans")
+    table = tmp_path / "who.csv"
+    table.write_text("file,patient\nelsewhere/cat/p0_0.png,p0\n")
+    with pytest.raises(DataError, match=r"1 rows, the first for 'elsewhere/cat/p0_0.png'"):
+        load(root, "patient", unit_csv=str(table))
+
+
+def test_the_folder_above_the_data_is_recognised(tmp_path):
+    patients(tmp_path / "above" / "scans")
+    with pytest.raises(DataError, match=r"one class only \(scans\).*above/scans has folders .*: is that the data"):
+        load(tmp_path / "above")
+    with pytest.raises(DataError, match=r"'.*/below', which is nowhere"):
+        load(tmp_path / "below")
 
 
 def test_an_owner_must_be_known_and_on_one_side(tmp_path):

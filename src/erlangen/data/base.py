@@ -119,8 +119,10 @@ def _own(path: Path, unit: str | None, options: DataOptions) -> Dataset:
             return from_arrays(path.resolve().name, read_npy_folder(path), unit, options)
         return read_folder(path, unit, options)
     if path.suffix not in (".npz", ".npy"):
-        known = ", ".join(datasets())
-        raise DataError(f"data is {str(path)!r}; give a name ({known}), a folder of class folders, or an .npz file")
+        known, there = ", ".join(datasets()), "which is no .npz file" if path.exists() else "which is nowhere"
+        raise DataError(
+            f"data is {str(path)!r}, {there}; give a name ({known}), a folder of class folders, or an .npz file"
+        )
     if not path.is_file():
         raise DataError(f"no file at {path}; give the path of an .npz file with x_train and y_train")
     if path.suffix == ".npy":

@@ -96,7 +96,9 @@ def _classes(folder: Path) -> list[str]:
     if not names:
         raise DataError(f"{folder} holds no folders; make one for each class, e.g. {folder}/cat and {folder}/dog")
     if len(names) == 1:
-        raise DataError(f"{folder} has one class only ({names[0]}); a classifier needs at least two folders")
+        inside = _folders(folder / names[0])
+        hint = f". {folder / names[0]} has folders ({', '.join(inside[:3])}): is that the data?" if len(inside) > 1 else ""
+        raise DataError(f"{folder} has one class only ({names[0]}); a classifier needs at least two folders{hint}")
     return names
 
 
@@ -220,11 +222,11 @@ def _mixed_sizes(parts: list[_Part], root: Path, options: DataOptions) -> str:
     sizes = Counter((fact.height, fact.width) for fact, _ in pairs)
     if options.size is not None or len(sizes) <= 1:
         return ""
-    listed = ", ".join(f"{w}×{h} ({count})" for (h, w), count in sizes.most_common(4))
+    listed = ", ".join(f"{w}×{h} ({count})" for (h, w), count in sizes.most_common(4)) + (", …" if len(sizes) > 4 else "")
     common = sizes.most_common(1)[0][0]
     odd = [path for fact, path in pairs if (fact.height, fact.width) != common]
     return (
-        f"the images of {root} have {len(sizes)} sizes: {listed}{', …' if len(sizes) > 4 else ''}. Give --image-size N "
+        f"the images of {root} have {len(sizes)} sizes (width×height): {listed}. Give --image-size N "
         f"to scale and crop them all to N×N. Not {common[1]}×{common[0]}: {named(odd, root)}"
     )
 

@@ -27,8 +27,16 @@ def owners(files: list[Path], root: Path, unit: str, options: DataOptions, stric
     without = [path for path, owner in zip(files, found, strict=True) if not owner]
     if without and strict:
         source = f"pattern {options.unit_pattern!r}" if options.unit_pattern else options.unit_csv
-        raise DataError(f"{len(without)} image(s) have no {unit} by {source}: {named(without, root)}")
+        raise DataError(f"{len(without)} image(s) have no {unit} by {source}: {named(without, root)}{_hint(unit, options)}")
     return found
+
+
+def _hint(unit: str, options: DataOptions) -> str:
+    """What the table calls its files, so that both ways of writing can be seen together."""
+    if options.unit_csv is None:
+        return ""
+    rows = _read_table(Path(options.unit_csv), unit)
+    return f". The table has {len(rows)} rows, the first for {next(iter(rows))!r}" if rows else ". The table has no rows"
 
 
 def _by_pattern(files: list[Path], root: Path, unit: str, pattern: str) -> list[str | None]:
@@ -41,23 +49,31 @@ def _by_pattern(files: list[Path], root: Path, unit: str, pattern: str) -> list[
 
 
 def _by_table(files: list[Path], root: Path, unit: str, table: Path) -> list[str | None]:
-    """A row for each image: its path below the folder, or its name where no two images share it."""
+    """A row for each image: its path (below the folder, with the folders above, or all of it), or a name no two share."""
     known = _read_table(table, unit)
     count: dict[str, int] = {}
     for path in files:
         count[path.name] = count.get(path.name, 0) + 1
     found: list[str | None] = []
     for path in files:
-        relative = path.relative_to(root).as_posix()
-        by_name = known.get(path.name) if count[path.name] == 1 else None
-        found.append(known.get(relative, by_name))
+        keys = [*_written(path, root), *([path.name] if count[path.name] == 1 else [])]
+        found.append(next((known[key] for key in keys if key in known), None))
     return found
+
+
+def _written(path: Path, root: Path) -> list[str]:
+    """cat/1.png, train/cat/1.png, scans/train/cat/1.png, and the whole path."""
+    relative, above = path.relative_to(root).as_posix(), root.resolve()
+    return [relative, f"{above.name}/{relative}", f"{above.parent.name}/{above.name}/{relative}", path.resolve().as_posix()]
 
 
 def _read_table(table: Path, unit: str) -> dict[str, str]:
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            head = file.readline()
+            file.seek(0)
+            delimiter = max(",;\t", key=head.count)  # spreadsheets write semicolons where the comma is a decimal sign
+            rows = list(csv.DictReader(file, delimiter=delimiter))
             columns = list(rows[0]) if rows else []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table} cannot be read as a CSV table: {error}") from error
@@ -67,7 +83,7 @@ def _read_table(table: Path, unit: str) -> dict[str, str]:
         raise DataError(f"{table} has the columns {columns}; it needs one called file and one called {unit}")
     known: dict[str, str] = {}
     for number, row in enumerate(rows, start=2):
-        key, owner = (row[name] or "").strip().replace("\\", "/"), (row[lower[unit.lower()]] or "").strip()
+        key, owner = (row[name] or "").strip().replace("\\", "/").removeprefix("./"), (row[lower[unit.lower()]] or "").strip()
         if known.setdefault(key, owner) != owner:
             raise DataError(f"{table}, line {number}: {key} belongs to {known[key]!r} and to {owner!r}; keep one row")
     return known
