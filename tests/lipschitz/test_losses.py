@@ -72,7 +72,9 @@ def test_wrong_losses_are_caught():
 
 
 def test_torch_losses_have_constants_or_a_reason():
-    assert loss_constant(nn.CrossEntropyLoss(), 10) == pytest.approx(math.sqrt(2))
+    assert loss_constant(nn.CrossEntropyLoss(reduction="sum"), 10) == pytest.approx(math.sqrt(2))
+    with pytest.raises(ValueError, match="ignore_index"):
+        loss_constant(nn.CrossEntropyLoss(), 10)
     assert check_loss(nn.MultiMarginLoss(), 10).worst >= 0.9
     with pytest.raises(ValueError, match="class weights"):
         loss_constant(nn.CrossEntropyLoss(weight=torch.ones(10)), 10)
@@ -80,6 +82,18 @@ def test_torch_losses_have_constants_or_a_reason():
         loss_constant(nn.MSELoss(), 10)
     with pytest.raises(ValueError, match="positive and finite"):
         loss_constant(math.inf, 10)
+
+
+def test_a_mean_over_some_of_the_targets_depends_on_the_batch_and_ours_does_not():
+    """One ignored label more, and torch's mean weighs every other record anew."""
+    logits = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def own_term(loss, targets):
+        x = logits.clone().requires_grad_()
+        return 3 * torch.autograd.grad(loss(x, torch.tensor(targets)), x)[0][0]
+
+    for loss, same in ((nn.CrossEntropyLoss(), False), (CrossEntropy(), True)):
+        assert torch.allclose(own_term(loss, [1, 2, 3]), own_term(loss, [1, 2, -100])) is same
 
 
 def test_names_make_losses():

@@ -178,6 +178,12 @@ def loss_constant(loss: Any, classes: int, logit_bound: float = math.inf) -> flo
             "changes the others' terms: drop the weights, or use a loss of erlangen.lipschitz"
         )
     if type(loss) is nn.CrossEntropyLoss:
+        if loss.reduction == "mean":
+            raise ValueError(
+                f"CrossEntropyLoss takes its mean over the targets that are not {loss.ignore_index} (ignore_index), so one "
+                "record changes the others' terms: use erlangen.lipschitz.CrossEntropy(), the same loss over all rows, or "
+                "reduction='sum'"
+            )
         return CrossEntropy().constant(classes, logit_bound if loss.label_smoothing == 0 else math.inf)
     if type(loss) is nn.MultiMarginLoss and loss.p == 1:
         return MulticlassHinge(kind="mean").constant(classes)

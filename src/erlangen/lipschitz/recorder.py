@@ -4,7 +4,7 @@ The network's forward pass runs on fresh leaves that share the parameters' memor
 pass lands on them and nothing else does. The *gate* behind the logits sees each row's cotangent, [rows, classes], and
  * undoes the mean over rows,
  * sets rows that are not finite to zero and cuts the others to the loss's declared constant L: with the declared loss
-   that changes nothing, with any other loss the sensitivity still holds,
+   that changes nothing, with any other loss of per-sample terms the sensitivity still holds,
  * multiplies by the row's share of its owner (1/views, 1/rows of a patient, 0 for padding).
 Backpropagation is linear in the cotangent, so what arrives at the parameters is Σ over owners of the mean over their
 rows: at most Δ_d from each owner.
