@@ -130,7 +130,7 @@ def test_a_new_broken_layer_rule_registered_by_name_is_caught(only, monkeypatch)
 
     path = "escnn.nn.modules.conv.r2convolution.R2Conv"
     monkeypatch.setattr(static, "bounded_examples", dict)
-    monkeypatch.setattr(static, "chains", dict)
+    monkeypatch.setattr(static, "combinations_of_layers", dict)
     only(rules, "_RULES", {})
 
     @rule(path)

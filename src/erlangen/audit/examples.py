@@ -91,8 +91,30 @@ def named_examples() -> dict[str, Example]:
     }
 
 
-def chains() -> dict[str, Example]:
-    """Runs of layers that become one kernel on a GPU."""
+class _NoRule(nn.Module):
+    """No rule knows this layer: it goes through the functional fallback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, None] * self.scale).tanh() + self.shift * x[:, None].square().clamp(max=1e6)
+
+
+class _UsedTwice(nn.Module):
+    """One weight in two places: its gradient is the sum, before any norm is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+def combinations_of_layers() -> dict[str, Example]:
+    """What no single rule is: runs that become one kernel on a GPU, computed and shared weights, layers without a rule."""
     from erlangen import equivariant as eq
 
     fields = eq.regular_fields(eq.cyclic(4), 4)
@@ -105,6 +127,9 @@ def chains() -> dict[str, Example]:
         "EquivariantGroupNorm, Mish": Example(
             lambda: layers(eq.EquivariantGroupNorm(fields), nn.Mish()), _floats(3, 8, 8)
         ),
+        "a layer without a rule": Example(_NoRule, _floats(5)),
+        "a weight used twice": Example(_UsedTwice, _floats(5)),
+        "a computed weight": Example(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), _floats(4, 5)),
     }
 
 

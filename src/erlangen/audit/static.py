@@ -19,7 +19,7 @@ from torch import nn
 from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
 from erlangen.audit.ensembles import Process, audit_ensemble
-from erlangen.audit.examples import bounded_examples, chains, layer_examples
+from erlangen.audit.examples import bounded_examples, combinations_of_layers, layer_examples
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Releaser, Subject
@@ -382,7 +382,7 @@ def _companions(progress: Callable[[str], None]) -> Iterator[Finding]:
 
 def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
     rules = {getattr(kind, "__name__", str(kind)): example for kind, example in layer_examples().items()}
-    for name, example in {**rules, **chains()}.items():
+    for name, example in {**rules, **combinations_of_layers()}.items():
         progress(name)
         if example is None:
             yield unable(name, "layer rule", "registered, but erlangen.audit.examples has no example of it")
