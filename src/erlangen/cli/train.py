@@ -189,6 +189,23 @@ def _both(first: Watch, second: Watch | None) -> Watch:
     return watch
 
 
+class Spent:
+    """ε for the eye: brought up to date as often as a fiftieth of the time allows, and whenever a run has computed it."""
+
+    def __init__(self) -> None:
+        self.value, self.due = 0.0, 0.0
+
+    def of(self, session: Session, metrics: dict[str, Any]) -> float:
+        if metrics.get("step") == session.step_count:
+            self.value = float(metrics["epsilon"])
+        elif time.perf_counter() >= self.due:
+            started = time.perf_counter()
+            self.value = session.epsilon()
+            now = time.perf_counter()
+            self.due = now + max(1.0, 50 * (now - started))
+        return self.value
+
+
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Watch]:
     """A bar that stays once a step was made; before that, an error finds the screen empty."""
@@ -207,6 +224,7 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
     waiting = None if quiet or not console.is_terminal else console.status("reading the data, calibrating the noise")
     task = progress.add_task("", total=None, note="")
     first: list[tuple[float, int]] = []
+    spent = Spent()
 
     def watch(session: Session, metrics: dict[str, Any]) -> None:
         if not first:
@@ -215,11 +233,11 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
                 waiting.stop()
             progress.start()
         seconds, steps = time.perf_counter() - first[0][0], session.step_count - first[0][1]
-        note = f"{steps * session.config.batch / max(1e-9, seconds):,.0f} images/s"
-        if metrics:
-            note = f"ε {float(metrics['epsilon']):.2f}  " + note
-            if "test_accuracy" in metrics:
-                note = f"test {metrics['test_accuracy']:.1%}  " + note
+        note = f"{steps * session.config.batch / max(1e-9, seconds):,.0f} images/s" if steps else ""
+        if not quiet:
+            note = f"ε {spent.of(session, metrics):.2f}  " + note
+        if "test_accuracy" in metrics:
+            note = f"test {metrics['test_accuracy']:.1%}  " + note
         progress.update(task, completed=session.step_count, total=session.config.steps, note=note)
 
     try:
