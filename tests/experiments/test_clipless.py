@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def test_a_front_has_every_split_beside_iso_at_equal_epsilon():
     for data in FRONTS:
         alike = [cells[f"{data} {m} ε=2"].config for m in (*SPLITS, "ISO")]
         assert len({(c.epsilon, c.delta, c.batch, c.steps) for c in alike}) == 1
-        for settled in (c.settled(FRONTS[data][0]) for c in alike[2:]):
+        for settled in (c.settled(FRONTS[data].records) for c in alike[2:]):
             shape, classes = SHAPES[data]
             model = make_model(settled.model, shape, classes, **settled.model_options)
             assert model(torch.zeros(1, *shape)).shape == (1, classes)
@@ -57,7 +59,7 @@ def test_variance_falls_as_one_over_the_batch_and_clipping_stays_biased():
 def test_a_cell_trains(monkeypatch):
     from erlangen.training.run import train
 
-    monkeypatch.setitem(FRONTS, "digits", (1438, *FRONTS["mnist"][1:]))
+    monkeypatch.setitem(FRONTS, "digits", replace(FRONTS["mnist"], records=1438))
     result = train(config("digits", "local", 2.0, batch=64, steps=3, seed=0))
     assert result.summary["guarantee"]["mechanism"]["split"] == "local"
     assert 0 < result.summary["guarantee"]["epsilon"]["pld"] <= 2.0
