@@ -508,3 +508,16 @@ def test_a_huge_activation_cannot_hide_behind_a_tiny_cotangent():
         (model(batch) * (2.5e-23 * 256)).sum(1).mean().backward()
         optimizer.step()
     assert model.weight.grad.double().norm() * 256 <= 1.0
+
+
+def test_a_schedule_of_batch_sizes_is_accounted_as_it_goes():
+    model, data = nn.Linear(3, 2), TensorDataset(torch.randn(20, 3), torch.zeros(20, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = erlangen.PrivacyEngine(seed=0)
+    engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=2), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    small = engine.event()
+    engine.training.sampler.expected_batch = 10.0
+    assert engine.event() != small
+    assert engine.event().sampling_probability == 0.5

@@ -51,7 +51,7 @@ class PrivateTraining:
         #: called after each update of the weights; a projection is post-processing
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
         self._last, self._pending, self._tickets = True, False, Tickets()
-        self._event: tuple[float, DpEvent] | None = None
+        self._event: tuple[tuple[float, float, int], DpEvent] | None = None
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
         self._updates = 0
@@ -146,10 +146,11 @@ class PrivateTraining:
             parameter.grad = None
 
     def event(self) -> DpEvent:
-        """One step's event at the σ of this moment: a schedule of noise is accounted as it goes."""
+        """One step's event at the σ and the rate of this moment: a schedule of either is accounted as it goes."""
         sigma = self.mechanism.noise_multiplier
-        if self._event is None or self._event[0] != sigma:
-            self._event = (sigma, self.step_event(sigma))
+        now = (sigma, self.sampler.expected_batch, len(self.extras))
+        if self._event is None or self._event[0] != now:
+            self._event = (now, self.step_event(sigma))
         return self._event[1]
 
     def step_event(self, sigma: float) -> DpEvent:

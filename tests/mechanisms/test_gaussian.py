@@ -250,3 +250,19 @@ def test_an_adaptive_bound_stays_where_norms_can_be_measured():
     for _ in range(100):
         rule.update(-10.0, 10.0)
     assert rule.bound == 1e12
+
+
+def test_the_bound_may_move_between_steps_only():
+    """Parts clipped at one bound and noised for a smaller one would have too little noise."""
+    gradients = {"w": torch.ones(2, 4)}
+    mechanism = GaussianMechanism(1.0, 1.0)
+    mechanism.release(gradients)
+    mechanism.clipping.bound = 0.5  # a schedule: the noise follows
+    assert mechanism.std == 0.5
+    mechanism.release(gradients)
+    mechanism.accumulate(PerSampleGradients.from_dense(gradients))
+    mechanism.clipping.bound = 0.1
+    with pytest.raises(RuntimeError, match="between steps only"):
+        mechanism.accumulate(PerSampleGradients.from_dense(gradients))
+    with pytest.raises(RuntimeError, match="between steps only"):
+        mechanism.finish(2.0)

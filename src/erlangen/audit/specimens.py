@@ -157,6 +157,7 @@ class NoiseOfTheMean(GaussianMechanism):
 class QuantileBeforeNoise(GaussianMechanism):
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.clipping.update(expected_batch, expected_batch)
+        self._clipped_at = None
         return super().finish(expected_batch)
 
 
@@ -164,6 +165,7 @@ class NoiseOfTheFirstPart(GaussianMechanism):
     def accumulate(self, gradients: PerSampleGradients) -> None:
         super().accumulate(gradients)
         self.clipping.bound *= 0.9
+        self._clipped_at = None
 
 
 class SkipsEmptyBatches(GaussianMechanism):

@@ -77,6 +77,7 @@ class GaussianMechanism(Mechanism):
     def _reset(self) -> None:
         self._sum = self._zeros()
         self._side_total, self._side_std = 0.0, 0.0
+        self._clipped_at: float | None = None
 
     def metric(self, name: str) -> Weight:
         return self.geometry.weight(name)
@@ -86,12 +87,23 @@ class GaussianMechanism(Mechanism):
             return
         groups = [[n for n in group if n in gradients.names] for group in self.clipping.groups(list(self.shapes))]
         gradients, norms = finite(gradients, gradients.norms_squared(self.metric), groups, sums_only=True)
+        self._require_one_bound()
         weights = self.clipping.weights(norms)
         if gradients.valid is not None:
             weights = torch.where(gradients.valid, weights, 0.0)
         by_name = {name: w for w, group in zip(weights, groups, strict=True) for name in group}
         self._add(gradients, by_name)
         self._ask(norms, gradients.valid)
+
+    def _require_one_bound(self) -> None:
+        """All parts of a logical batch are clipped at the bound for which the noise is made."""
+        now = self.clipping.sensitivity
+        if self._clipped_at is not None and self._clipped_at != now:
+            raise RuntimeError(
+                f"the clipping bound moved from {self._clipped_at:g} to {now:g} between two parts of a logical batch, or before "
+                "its noise: change it between steps only"
+            )
+        self._clipped_at = now
 
     def _add(self, gradients: PerSampleGradients, weights: Mapping[str, Tensor]) -> None:
         totals = gradients.weighted_sum(weights)
@@ -111,8 +123,10 @@ class GaussianMechanism(Mechanism):
     def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
         *sums, side = add_up([*self._sum.values(), torch.tensor([self._side_total], dtype=torch.float64)])
         self._sum, self._side_total = dict(zip(self._sum, sums, strict=True)), float(side)
+        self._clipped_at = None  # workers that hold nothing any more may learn another bound
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        self._require_one_bound()
         self.noise.next_release()
         std, released = self.std, {}
         for name, total in self._sum.items():
