@@ -114,12 +114,11 @@ class Projector:
 
     def _key(self) -> tuple[float, ...]:
         """Where the weights lie and what they are held to: if that changes, nothing recorded is used again."""
-        where = [slots[key].data_ptr() for slots, key, _ in self._places]
-        return (*where, *(v for layer in self.scaled for v in (layer.lipschitz, layer.bias_bound)), *self._sizes())
-
-    def _sizes(self) -> list[float]:
-        """Output sizes that convolutions are certified for."""
-        return [float(n) for layer in self.scaled for n in getattr(layer, "outputs", None) or (0, 0)]
+        found: list[float] = [slots[key].data_ptr() for slots, key, _ in self._places]
+        for layer in self.scaled:
+            found += (layer.lipschitz, layer.bias_bound)
+            found += getattr(layer, "outputs", None) or ()  # the size that a convolution is certified for
+        return tuple(found)
 
     def _versions(self) -> list[tuple[int, int]]:
         now = [slots[key] for slots, key, _ in self._places]

@@ -187,7 +187,8 @@ class Clipless(Mechanism):
         sums = gradients.sums if isinstance(gradients, SummedGradients) else self._cut(gradients)
         if not sums:
             return
-        whole = _flatten_dense_tensors([sums[name].to(self._noise.dtype) for name in self.shapes]).detach()
+        dtype, parts = self._noise.dtype, [sums[name] for name in self.shapes]
+        whole = _flatten_dense_tensors([g if g.dtype == dtype else g.to(dtype) for g in parts]).detach()
         self._sum = whole if self._sum is None else self._sum.add_(whole)
 
     def _total(self) -> Tensor:
