@@ -9,8 +9,8 @@ Figure 5's panels, and an outlier in its batch sizes (163984, read as 16384).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from erlangen.experiments.measurements import Measurement, Point
@@ -183,16 +183,26 @@ def _method(name: str) -> dict[str, Any]:
     return options
 
 
+#: lr·C/(1 − momentum) by σ and method, the best on held-out training images (``benchmarks/gredp_geodp.py``)
+Lengths = Mapping[float, Mapping[str, float]]
+
+
 @dataclass(frozen=True)
 class Task:
-    """What a table trains: data, network, epochs, and learning rate × C of each σ (momentum apart)."""
+    """What a table trains: data, network, epochs and step lengths; 1 where none was tuned."""
 
     label: str
     data: str
     model: str
     records: int
     steps: dict[int, int]
-    rate: float = 1.0
+    lengths: Lengths = field(default_factory=dict)
+
+    def length(self, name: str, sigma: float) -> float:
+        """That of the method with this clipping rule; sampling, selection and momentum are not tuned again."""
+        plain = "+".join(part for part in name.split("+") if part not in ("IS", "SUR", "momentum"))
+        tuned = self.lengths.get(sigma, {})
+        return tuned.get(plain, tuned.get(plain.split("+")[0], 1.0))
 
     def config(self, name: str, batch: int, sigma: float, **changes: Any) -> TrainConfig:
         values: dict[str, Any] = dict(
@@ -200,7 +210,8 @@ class Task:
             batch=batch, steps=self.steps[batch], momentum=0.0, ema=0.0, max_physical_batch=2048,
         )  # fmt: skip
         values = {**values, **_method(name), **changes}
-        return TrainConfig(lr=self.rate / values["max_grad_norm"] * (1 - values["momentum"]), **values)
+        lr = self.length(name, sigma) / values["max_grad_norm"] * (1 - values["momentum"])
+        return TrainConfig(lr=lr, **values)
 
 
 def _epochs(records: int, epochs: int = 20) -> dict[int, int]:
@@ -273,6 +284,10 @@ register_preset(
     )
 )  # fmt: skip
 
+LENGTHS_5: Lengths = {
+    10.0: {"DP": 0.4, "DP+AUTO-S": 0.4, "direction": 0.025, "shrink": 0.025, "GeoDP": 1.6},
+    1.0: {"DP": 1.6, "DP+AUTO-S": 1.6, "direction": 0.025, "shrink": 0.025, "GeoDP": 6.4},
+}
 # Figure 5: logistic regression, 350 iterations; (σ, B, the bounding factors)
 PANELS: dict[str, tuple[tuple[float, int, tuple[float, ...]], ...]] = {
     "a": ((1.0, 4096, (1.0,)), (1.0, 2048, (1.0,))),
@@ -282,7 +297,8 @@ PANELS: dict[str, tuple[tuple[float, int, tuple[float, ...]], ...]] = {
 
 
 def _panel(panel: str, sigma: float, batch: int, betas: tuple[float, ...]) -> list[Cell]:
-    task, where = Task("MNIST", "mnist", "logistic", MNIST, {batch: 350}), f"({panel}) σ={sigma:g} B={batch}"
+    task = Task("MNIST", "mnist", "logistic", MNIST, {batch: 350}, LENGTHS_5)
+    where = f"({panel}) σ={sigma:g} B={batch}"
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("no noise", "DP", {"noise_multiplier": 0.0}),
         *((name, name, {}) for name in ("DP", "DP+momentum", "DP+AUTO-S")),
