@@ -33,6 +33,8 @@ from erlangen.accounting import noise_multiplier
 from erlangen.data import Dataset, load
 from erlangen.experiments.clipless import EPSILONS, SPLITS, config
 from erlangen.experiments.tuning import split
+from erlangen.lipschitz import backpropagate_bounds
+from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
@@ -134,6 +136,14 @@ def fit(task: Task) -> dict[str, Any]:
     return row | {"spent": session.epsilon()} if task.round is None else row
 
 
+@functools.cache
+def same_bounds(name: str, setting: str) -> bool:
+    """Whether every parameter of the setting's network has the same certified sensitivity."""
+    chosen, data = json.loads(setting), records(name)
+    network = make_model(chosen["model"], data.input_shape, data.classes, **chosen["model_options"])
+    return len(set(backpropagate_bounds(network, 1.0).values())) == 1
+
+
 class Study:
     """All runs, in an order in which each knows what it needs; finished ones are in the file."""
 
@@ -196,7 +206,17 @@ class Study:
             for (name, method), setting in chosen.items():
                 if setting is not None:
                     wanted += [self.task(name, method, epsilon, seed, None, setting) for epsilon in EPSILONS]
-        return [t for t in wanted if self.done(t) is None and t.key not in self.failed]
+        open_ = [t for t in wanted if self.done(t) is None and t.key not in self.failed]
+        return [t for t in open_ if not ("local" in self.methods and self._taken_from_local(t))]
+
+    def _taken_from_local(self, task: Task) -> bool:
+        """Where all Δ are equal, "global" and "local" add the same noise: one run stands for both, and is copied."""
+        if task.method != "global" or not same_bounds(task.data, json.dumps(task.setting)):
+            return False
+        twin = self.done(dataclasses.replace(task, method="local"))
+        if twin is not None:
+            self.keep({**twin, "method": "global", "same_as": "local"})
+        return True
 
     def keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)

@@ -60,6 +60,17 @@ def test_rounds_wait_for_each_other_and_the_front_takes_the_best(study):
     assert all(t.round is None and t.setting == study.best("digits", t.method, 1) for t in final)
 
 
+def test_equal_bounds_make_one_run_of_global_and_local(study):
+    study.methods = ["local", "global"]
+    assert [t.method for t in study.tasks()] == ["local"] * 9
+    finish(study, study.tasks())
+    assert {t.round for t in study.tasks()} == {1}
+    copies = [r for r in study.rows if r.get("same_as") == "local"]
+    assert [r["method"] for r in copies] == ["global"] * 9
+    overlapping = {"model": "lipschitz-patches", "model_options": {"patch": 2, "width": 4, "mix": 4}}
+    assert not front.same_bounds("digits", json.dumps(overlapping))
+
+
 def test_a_study_continues_where_it_stopped(study):
     finish(study, study.tasks()[:5])
     with pytest.raises(SystemExit, match="--resume"):
