@@ -142,6 +142,7 @@ def test_the_page_and_the_verdict():
         "noise ≤ 1.010",
         "ISO",
         "0.999000",
+        "| iso | 0.999000 |",
     ):
         assert expected in text, expected
     assert results(static=[failed("iso", "flow", "leak")]).to_json()["verdict"] == VIOLATED

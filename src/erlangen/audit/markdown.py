@@ -102,9 +102,12 @@ def _note(f: Finding) -> str:
 def _static(results: Everything) -> Iterator[str]:
     yield "## Static audit"
     yield ""
-    yield "Everything that is registered: information flow and sensitivity under hostile gradients and through training steps on"
-    yield "hostile records, full noise covariance, clipping rules, noise, samplers, companions, layer rules against autograd,"
-    yield "bounds of Lipschitz layers under gradient ascent."
+    yield (
+        "Everything that is registered: information flow and sensitivity under hostile gradients, through training steps on "
+        "hostile records, in whole sessions with options combined pairwise, and in ensembles; full noise covariance; clipping "
+        "rules and their extreme constants; noise, samplers, companions and releases before training; restarts; layer rules "
+        "against autograd; bounds of Lipschitz layers under gradient ascent."
+    )
     yield ""
     yield from _head("audit", "things", "consistent", "violated", "inconclusive")
     for audit in dict.fromkeys(f.audit for f in results.static):
@@ -116,12 +119,17 @@ def _static(results: Everything) -> Iterator[str]:
         if f.verdict != CONSISTENT:
             yield f"- {f.subject} ({f.audit}): {f.verdict}: {f.reason}"
     yield ""
-    yield "Largest sensitivity found, relative to the claim (1 is the claim):"
+    yield "Largest sensitivity found, relative to the claim (1 is the claim; rounding may add 1e-4 to it):"
     yield ""
-    yield from _head("mechanism or rule", "audit", "found / claimed")
+    found: dict[str, dict[str, float]] = {}
     for f in results.static:
-        if "sensitivity" in f.facts:
-            yield _row(f.subject, f.audit, f"{f.facts['sensitivity']:.6f}")
+        if f.facts.get("sensitivity"):
+            of = found.setdefault(f.subject, {})
+            of[f.audit] = max(of.get(f.audit, 0.0), f.facts["sensitivity"])
+    audits = list(dict.fromkeys(audit for of in found.values() for audit in of))
+    yield from _head("mechanism, rule or companion", *audits)
+    for subject, of in found.items():
+        yield _row(subject, *(f"{of[audit]:.6f}" if audit in of else "" for audit in audits))
     yield ""
 
 

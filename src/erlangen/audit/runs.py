@@ -1,7 +1,8 @@
 """Audits of run folders and of users' own training functions; results stay with the run.
 
 A finished run cannot be audited by looking at it: canaries must have been in it. Its configuration is replayed, under another
-run id (so no random stream is shared), with canaries among its records. The released weights are not touched.
+run id (so no random stream is shared), with canaries among its records. The released weights are not touched. What a replay finds is
+a statistic of a second training on the same records, which no ledger counts: its figures are for those who may see the data.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def in_words(result: dict[str, Any]) -> str:
         else:
             parts.append(f"{f['audit']} {f['verdict']}")
     confidence = max((f["confidence"] for f in result["findings"]), default=CONFIDENCE)
-    return f"{result['verdict']} at {100 * confidence:g} % (a replay with canaries): " + "; ".join(parts)
+    replay = "a replay with canaries, which ε does not count"
+    return f"{result['verdict']} at {100 * confidence:g} % ({replay}): " + "; ".join(parts)
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
