@@ -39,7 +39,7 @@ def typed(arguments: list[str], cwd: Path, stop_at: bytes | None) -> tuple[int, 
 
 
 def test_ctrl_c_says_what_is_spent_and_the_run_goes_on(tmp_path):
-    train = "train --model mlp --steps 600 --batch 256 --out run".split()
+    train = ["train", "--model", "mlp", "--steps", "600", "--batch", "256", "--out", "run"]
     code, screen = typed(train, tmp_path, stop_at="ε 0.".encode())
     assert code == 130
     last = [line for line in re.split(r"[\r\n]+", screen) if line.strip()][-1]
