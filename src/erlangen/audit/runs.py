@@ -1,8 +1,8 @@
 """Audits of run folders and of users' own training functions; results stay with the run.
 
 A finished run cannot be audited by looking at it: canaries must have been in it. Its configuration is replayed, under another
-run id (so no random stream is shared), with canaries among its records. The released weights are not touched. What a replay finds is
-a statistic of a second training on the same records, which no ledger counts: its figures are for those who may see the data.
+run id (so no random stream is shared), with canaries among its records. The released weights are not touched. What a replay
+finds is a statistic of a second training on the same records, which no ledger counts.
 """
 
 from __future__ import annotations
