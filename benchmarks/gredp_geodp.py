@@ -75,7 +75,8 @@ class Bench:
         os.environ["ERLANGEN_DATA"] = str(options.data)
         again = options.resume and options.out.exists()
         self.result: dict[str, Any] = json.loads(options.out.read_text()) if again else {"tuning": [], "runs": []}
-        self.before = self.result.get("seconds", 0.0)
+        self.before, versions = self.result.get("seconds", 0.0), self.result.get("versions", [])
+        self.result["versions"] = versions if isinstance(versions, list) else [versions]
         self.device = options.device
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -106,6 +107,9 @@ class Bench:
     def keep(self, phase: str, trials: list[Trial], scores: list[dict[str, float]]) -> None:
         for trial, score in zip(trials, scores, strict=True):
             self.result[phase].append({"key": trial.key, **score})
+        made, known = {"torch": torch.__version__, "device": self.where()}, self.result.setdefault("versions", [])
+        if made not in known:
+            known.append(made)
         self.save()
 
     def trained(self, task: Task, trials: list[Trial], data: Dataset) -> Ensemble:
@@ -138,7 +142,6 @@ class Bench:
 
     def save(self) -> None:
         self.result["seconds"] = self.before + time.perf_counter() - self.started
-        self.result["versions"] = {"torch": torch.__version__, "device": self.where()}
         self.options.out.parent.mkdir(parents=True, exist_ok=True)
         partial = self.options.out.with_suffix(".new")
         partial.write_text(json.dumps(self.result, indent=1) + "\n")
