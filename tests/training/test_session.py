@@ -20,8 +20,9 @@ from erlangen.training.adam_bc import AdamBC
 from erlangen.training.config import ConfigError
 from erlangen.training.ema import EMA
 from erlangen.training.metrics import calibration_error
-from erlangen.training.run import in_plain_words, train
+from erlangen.training.run import train
 from erlangen.training.session import Session
+from erlangen.training.summary import in_plain_words
 
 SMALL = TrainConfig(model="mlp", steps=6, batch=64, seed=0, evaluations=2)
 

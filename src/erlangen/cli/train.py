@@ -253,7 +253,7 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
 
 def report(summary: dict[str, Any], folder: Path | None) -> None:
     """Accuracy and guarantee in plain words."""
-    from erlangen.training.run import in_plain_words
+    from erlangen.training.summary import in_plain_words
 
     if summary["test"]:
         typer.echo(

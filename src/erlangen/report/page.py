@@ -187,7 +187,7 @@ def render(report: Report) -> str:
     environment.filters["small"] = small
     environment.filters["data_uri"] = lambda p: pixels.data_uri(p.pixels, p.signed)
     charts_only = {key: f for key, f in report.figures().items() if not isinstance(f, Gallery)}
-    plotly, script = get_plotlyjs().replace("</script", "<\\/script"), _asset("page.js")
+    plotly, script = get_plotlyjs().replace("</script", "<\\/script"), _asset("figures.js") + _asset("page.js")
     values = {
         "report": report,
         "title": f"{report.runs[0].name}: private training report" if len(report.runs) == 1 else f"{len(report.runs)} private runs",

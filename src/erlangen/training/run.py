@@ -23,10 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as to_bytes
 
-import erlangen
 from erlangen.accounting import Budget, certificate, epsilon
 from erlangen.accounting.ledger import Ledger, LedgerError, Release, copy_path, read_ledger
 from erlangen.data import DataOptions, Dataset
@@ -38,6 +36,7 @@ from erlangen.training.distributed import begin
 from erlangen.training.folder import absolute, append_line, open_folder, remark_on, stream_id, write
 from erlangen.training.metrics import near_zero
 from erlangen.training.session import Session, load_data
+from erlangen.training.summary import non_private, number, summarise
 from erlangen.workers import Workers
 
 #: called after each step with the session and what is known so far
@@ -270,7 +269,7 @@ def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where
 
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:
     """Metrics of this moment, and a checkpoint of it."""
-    metrics: dict[str, Any] = {"step": session.step_count, "epsilon": _number(session.epsilon()), **session.evaluate()}
+    metrics: dict[str, Any] = {"step": session.step_count, "epsilon": number(session.epsilon()), **session.evaluate()}
     metrics["small_parameters"] = near_zero(w for w in session.weights().values() if w.is_floating_point())
     if session.config.non_private:
         metrics["non_private"] = dict(session.non_private)
@@ -366,11 +365,6 @@ def is_evaluation(config: TrainConfig, done: int) -> bool:
     return done * config.evaluations // config.steps > (done - 1) * config.evaluations // config.steps
 
 
-def non_private(config: TrainConfig) -> list[str]:
-    """Statistics of private records that were computed outside a mechanism."""
-    return ["train_loss", "small_gradients"] if config.non_private else []
-
-
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM ask for a stop at the end of the step; a second one does not wait."""
@@ -390,62 +384,3 @@ def stop_requests() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Facts only: test metrics, the guarantee by both accountants, what it rests on, what it does not cover."""
-    config, mechanism = session.config, session.training.mechanism
-    names = getattr(session.dataset, "class_names", None)
-    guarantee = {
-        "epsilon": {method: _number(session.epsilon(method)) for method in ("pld", "rdp")},
-        "delta": config.delta,
-        "neighbouring": mechanism.neighbouring,
-        "unit": session.units.name,
-        "sampler": session.sampler.describe(),
-        "mechanism": session.mechanism_facts(),
-        "releases": session.accountant.steps,
-    }
-    return {
-        "test": {k: v for k, v in metrics.items() if k not in ("step", "epsilon", "non_private", "small_parameters")},
-        "small_parameters": metrics.get("small_parameters"),
-        "guarantee": guarantee,
-        "steps": session.step_count,
-        "planned_steps": config.steps,
-        "data": {
-            "name": session.dataset.name,
-            "records": len(session.dataset),
-            "classes": session.dataset.classes,
-            "class_names": None if names is None else list(names),
-            "input_shape": list(session.dataset.input_shape),
-            "fingerprint": session.dataset.fingerprint(),
-        },
-        "parameters": sum(p.numel() for p in session.model.parameters() if p.requires_grad),
-        "randomness": mechanism.noise.description,
-        "non_private": non_private(config),
-        "seconds": round(seconds, 2),
-        "versions": {"erlangen": erlangen.__version__, "torch": torch.__version__},
-    }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else "inf"
-
-
-def in_plain_words(summary: dict[str, Any]) -> str:
-    """The guarantee as a sentence for somebody who does not know the field."""
-    guarantee = summary["guarantee"]
-    epsilon, delta = guarantee["epsilon"]["pld"], guarantee["delta"]
-    whose = "record" if guarantee["unit"] == "record" else f"{guarantee['unit']} (all their records together)"
-    if epsilon == "inf":
-        why = guarantee["mechanism"]["guarantee"]
-        if why == "sound":
-            why = guarantee["sampler"].get("guarantee", why)
-        reason = "no noise was added (σ = 0)" if why == "sound" else why
-        return f"No privacy guarantee: ε = ∞, because {reason}."
-    odds = math.exp(epsilon)
-    return (
-        f"ε = {epsilon:.3g} at δ = {delta:.1e} for each {whose}. Whoever sees the trained model, and knows everything "
-        f"about everyone else, can raise the odds that a given {whose.split(' ')[0]} was in the training data by at most a "
-        f"factor {odds:.3g}, except with probability {delta:.1e}."
-    )

@@ -44,7 +44,7 @@ ASSETS = {
     "report.css": ("erlangen.report", "page.css", "text/css"),
     "ui.css": ("erlangen.ui", "ui.css", "text/css"),
     "ui.js": ("erlangen.ui", "ui.js", "text/javascript"),
-    "figures.js": ("erlangen.ui", "figures.js", "text/javascript"),
+    "figures.js": ("erlangen.report", "figures.js", "text/javascript"),
 }
 
 

@@ -1,0 +1,76 @@
+"""What a run says of itself: facts for ``summary.json``, and one sentence for somebody who does not know the field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+import erlangen
+from erlangen.training.config import TrainConfig
+from erlangen.training.session import Session
+
+
+def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Facts only: test metrics, the guarantee by both accountants, what it rests on, what it does not cover."""
+    config, mechanism = session.config, session.training.mechanism
+    names = getattr(session.dataset, "class_names", None)
+    guarantee = {
+        "epsilon": {method: number(session.epsilon(method)) for method in ("pld", "rdp")},
+        "delta": config.delta,
+        "neighbouring": mechanism.neighbouring,
+        "unit": session.units.name,
+        "sampler": session.sampler.describe(),
+        "mechanism": session.mechanism_facts(),
+        "releases": session.accountant.steps,
+    }
+    return {
+        "test": {k: v for k, v in metrics.items() if k not in ("step", "epsilon", "non_private", "small_parameters")},
+        "small_parameters": metrics.get("small_parameters"),
+        "guarantee": guarantee,
+        "steps": session.step_count,
+        "planned_steps": config.steps,
+        "data": {
+            "name": session.dataset.name,
+            "records": len(session.dataset),
+            "classes": session.dataset.classes,
+            "class_names": None if names is None else list(names),
+            "input_shape": list(session.dataset.input_shape),
+            "fingerprint": session.dataset.fingerprint(),
+        },
+        "parameters": sum(p.numel() for p in session.model.parameters() if p.requires_grad),
+        "randomness": mechanism.noise.description,
+        "non_private": non_private(config),
+        "seconds": round(seconds, 2),
+        "versions": {"erlangen": erlangen.__version__, "torch": torch.__version__},
+    }
+
+
+def number(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else "inf"
+
+
+def in_plain_words(summary: dict[str, Any]) -> str:
+    """The guarantee as a sentence for somebody who does not know the field."""
+    guarantee = summary["guarantee"]
+    epsilon, delta = guarantee["epsilon"]["pld"], guarantee["delta"]
+    whose = "record" if guarantee["unit"] == "record" else f"{guarantee['unit']} (all their records together)"
+    if epsilon == "inf":
+        why = guarantee["mechanism"]["guarantee"]
+        if why == "sound":
+            why = guarantee["sampler"].get("guarantee", why)
+        reason = "no noise was added (σ = 0)" if why == "sound" else why
+        return f"No privacy guarantee: ε = ∞, because {reason}."
+    odds = math.exp(epsilon)
+    return (
+        f"ε = {epsilon:.3g} at δ = {delta:.1e} for each {whose}. Whoever sees the trained model, and knows everything "
+        f"about everyone else, can raise the odds that a given {whose.split(' ')[0]} was in the training data by at most a "
+        f"factor {odds:.3g}, except with probability {delta:.1e}."
+    )
+
+
+def non_private(config: TrainConfig) -> list[str]:
+    """Statistics of private records that were computed outside a mechanism."""
+    return ["train_loss", "small_gradients"] if config.non_private else []
