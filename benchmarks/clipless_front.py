@@ -287,8 +287,12 @@ def cells(rows: list[dict[str, Any]]) -> dict[tuple[str, str, float], list[dict[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: mean ± standard deviation over seeds, what was spent, and the paired difference of optimal and ISO."""
+    """Markdown: mean ± standard deviation over seeds, what was spent, and the paired difference of optimal and ISO.
+
+    A cell with fewer seeds than the others says how many it has.
+    """
     found, lines = cells(rows), []
+    seeds = max((len(runs) for runs in found.values()), default=0)
     methods = [m for m in METHODS if any(key[1] == m for key in found)]
     lines.append(
         f"| data | ε (spent) | {' | '.join('ISO' if m == 'iso' else m for m in methods)} | optimal − ISO, by seed |"
@@ -297,9 +301,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     for data in dict.fromkeys(key[0] for key in found):
         for epsilon in sorted({key[2] for key in found if key[0] == data}):
             spent = max(r["spent"] for m in methods for r in found.get((data, m, epsilon), []))
-            entries = [_spread([100 * r["accuracy"] for r in found.get((data, m, epsilon), [])]) for m in methods]
+            runs = [found.get((data, m, epsilon), []) for m in methods]
+            entries = [_spread([100 * r["accuracy"] for r in cell], seeds) for cell in runs]
             pairs = _paired(found.get((data, "optimal", epsilon), []), found.get((data, "iso", epsilon), []))
-            lines.append(f"| {data} | {epsilon:g} ({spent:.3f}) | {' | '.join(entries)} | {_spread(pairs, '+')} |")
+            lines.append(
+                f"| {data} | {epsilon:g} ({spent:.3f}) | {' | '.join(entries)} | {_spread(pairs, seeds, '+')} |"
+            )
     return "\n".join(lines)
 
 
@@ -347,11 +354,12 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     canvas.savefig(path)
 
 
-def _spread(values: list[float], sign: str = "") -> str:
+def _spread(values: list[float], seeds: int, sign: str = "") -> str:
     if not values:
         return "–"
     mean = format(statistics.fmean(values), f"{sign}.2f")
-    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+    fewer = "" if len(values) == seeds else f" (n = {len(values)})"
+    return (f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean) + fewer
 
 
 def _paired(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[float]:

@@ -107,4 +107,4 @@ def test_the_table_pairs_by_seed():
 
     rows = [cell("optimal", 0, 0.8), cell("optimal", 1, 0.6), cell("iso", 1, 0.5), cell("iso", 2, 0.1)]
     last = front.table(rows).splitlines()[-1]
-    assert last.startswith("| d | 2 (2.000) | 70.00 ± 14.14 | 30.00 ± 28.28 | +10.00 |")
+    assert last.startswith("| d | 2 (2.000) | 70.00 ± 14.14 | 30.00 ± 28.28 | +10.00 (n = 1) |")
