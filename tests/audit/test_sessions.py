@@ -72,3 +72,19 @@ def test_a_record_reaches_the_bound_and_no_more():
     leak, worst = attacked({"mechanism": "iso"}, data, without_last(data, unit=False))
     assert leak is None
     assert worst == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_crowds_of_many_sizes_move_by_one_record():
+    found = sessions.audit_crowds("iso", {"mechanism": "iso"}, "cpu")
+    assert found.verdict == CONSISTENT, found.reason
+
+
+def test_a_crowd_shows_what_rounding_by_the_batch_size_does(monkeypatch):
+    from erlangen.audit import broken_sessions
+
+    plain = sessions.attacked
+    monkeypatch.setattr(sessions, "attacked", lambda *args: plain(*args, broken_sessions.MeanInHalfPrecision))
+    monkeypatch.setattr(sessions, "CROWDS", (1500,))
+    found = sessions.audit_crowds("broken", {"mechanism": "iso"}, "cpu")
+    assert "equal records" in found.reason

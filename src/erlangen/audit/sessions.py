@@ -282,6 +282,32 @@ def audit_sessions(name: str, index: int | None, mechanism: Options, kind: type[
     return passed(name, "session", ran, {"sensitivity": worst, "where": where})
 
 
+#: sizes around which libraries change their kernels, one of which may round every record's gradient otherwise
+CROWDS = (31, 64, 127, 256, 511, 1024, CROWD)
+
+
+@single_threaded
+def audit_crowds(name: str, mechanism: Options, device: str) -> Finding:
+    """Crowds of equal records of many sizes on one device, in both precisions, as they come and padded to a static size."""
+    worst, tried = 0.0, 0
+    for units in CROWDS:
+        for more in (
+            {"precision": "bf16"},
+            {"precision": "float32"},
+            {"precision": "bf16", "pad": True, "max_physical_batch": 2048},
+        ):
+            for model in ("mlp", "cnn"):
+                options = {**mechanism, **more, "model": model, "batch": 16, "device": device}
+                leak, found = attacked(options, crowd(units + 1), crowd(units))
+                tried, worst = tried + 1, max(worst, found)
+                if leak is None and found > 1 + SLACK_OF_A_CROWD:
+                    leak = f"one record moves a step by {found:.5g} times the claimed sensitivity"
+                if leak is not None:
+                    where = f"{units} equal records, {model}, {_words(more, device)}"
+                    return failed(name, "session", f"{leak} ({where})", tried)
+    return passed(name, "session", tried, {"sensitivity": worst})
+
+
 def _words(options: Options, image: str) -> str:
     told = ", ".join(f"{k}={v}" for k, v in options.items() if k not in ("mechanism", "mechanism_options"))
     return f"{image}; {told}"

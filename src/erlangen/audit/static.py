@@ -28,7 +28,7 @@ from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.registry import defined, load_all, missing
 from erlangen.audit.restarts import audit_restarts, restart_cases
 from erlangen.audit.search import stated_covariance
-from erlangen.audit.sessions import audit_sessions
+from erlangen.audit.sessions import audit_crowds, audit_sessions
 from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import CONFIDENCE, Finding, corrected, failed, passed, unable
@@ -291,6 +291,9 @@ def _sessions(progress: Callable[[str], None]) -> Iterator[Finding]:
         loss = {"loss": "cross-entropy"} if "loss" in recipe.options else {}
         mechanism = {"mechanism": recipe.mechanism, "mechanism_options": {**recipe.options, **loss}}
         yield guarded(recipe.name, "session", audit_sessions, k, mechanism)
+    for device in devices():
+        if device != "cpu":
+            yield guarded(f"iso, crowds on {device}", "session", audit_crowds, {"mechanism": "iso"}, device)
 
 
 def _restarts(progress: Callable[[str], None]) -> Iterator[Finding]:
