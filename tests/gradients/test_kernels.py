@@ -153,7 +153,7 @@ def forced(monkeypatch):
     monkeypatch.setattr(kernels, "FORCED", True)
 
 
-def networks():
+def networks(pool: bool = True):
     from erlangen.equivariant import EquivariantSequential, regular_fields, trivial_fields
     from erlangen.equivariant.groups import group_by_name
     from erlangen.models.equivariant import EquivariantClassifier, EquivariantResidual, Style
@@ -164,15 +164,15 @@ def networks():
         body = EquivariantSequential(style.block(two, two))
         return EquivariantClassifier(
             EquivariantSequential(
-                style.block(trivial_fields(g, 3), two), style.block(two, two, pool=True),
+                style.block(trivial_fields(g, 3), two), style.block(two, two, pool=pool),
                 EquivariantResidual(body, style.norm(two)),
             ),
-            4,
+            4, head_pool="max" if pool else "avg",
         )  # fmt: skip
 
     def plain() -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2) if pool else nn.Identity(),
             nn.Conv2d(16, 32, 3, 2, padding=1), nn.Mish(), nn.GroupNorm(8, 32), nn.Flatten(), nn.Linear(512, 4),
         )  # fmt: skip
 
@@ -180,7 +180,7 @@ def networks():
         from erlangen.models.resnet import convolution
 
         first, second = (convolution(a, b, 3, bias=True, standardise=True) for a, b in ((3, 16), (16, 16)))
-        return nn.Sequential(first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 256, 4))
+        return nn.Sequential(first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 64, 4))
 
     by = {"D4 by pixels": lambda: d4("pixel"), "D4 band-limited": lambda: d4("steerable")}
     return {"plain": plain, "standardised": standardised, **by}
@@ -201,10 +201,11 @@ def recorded(model: nn.Module, x: Tensor, y: Tensor, views: int, autocast: bool)
 
 @pytest.mark.parametrize("name", ["plain", "standardised", "D4 by pixels", "D4 band-limited"])
 def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, monkeypatch, name):
-    """The whole fast path in 16 bits: every owner's gradient near the exact one, norms bound what is summed."""
+    """The whole fast path in 16 bits: every owner's gradient near the exact one, norms bound what is summed. Without max
+    pooling: in 16 bits another pixel of a window may win, and the gradient jumps, of either path and by chance."""
     torch.manual_seed(5)
-    model = networks()[name]().to(DEVICE).to(memory_format=torch.channels_last)
-    x, y = channels_last(6, 3, 16, 16), torch.randint(0, 4, (3,), device=DEVICE).repeat_interleave(2)
+    x, y = channels_last(6, 3, 8, 8), torch.randint(0, 4, (3,), device=DEVICE).repeat_interleave(2)
+    model = networks(pool=False)[name]().to(DEVICE).to(memory_format=torch.channels_last)
     found = recorded(model, x, y, 2, autocast=True)
     norms = found.norms_squared()
     weights = torch.rand(3, device=DEVICE)
