@@ -63,8 +63,8 @@ def _claimed_noise(epsilon: float, delta: float, rate: float, steps: int) -> flo
     return noise_multiplier(epsilon, delta, rate, steps, method="rdp")
 
 
-#: a quick run: how many cells it looks at, its steps, records and views in a step, and test images
-QUICK_CELLS, QUICK_STEPS, QUICK_BATCH, QUICK_VIEWS, QUICK_TESTS = 12, 2, 8, 2, 50
+#: a quick run: how many cells it looks at, its steps, records and views in a step, and what it takes of the data
+QUICK_CELLS, QUICK_STEPS, QUICK_BATCH, QUICK_VIEWS, QUICK_RECORDS, QUICK_TESTS = 12, 2, 8, 2, 1000, 50
 
 Part = TypeVar("Part")
 
@@ -99,7 +99,8 @@ class Preset:
     note: str = ""
     #: train all seeds and cells of this small network at once, as an ensemble
     together: bool = False
-    #: how much of the public test set is looked at; all of it unless the run is a quick one
+    #: how many training and test records are used; all of them unless the run is a quick one
+    train_records: int | None = None
     test_records: int | None = None
     #: ours, beside the paper's own tables and figures
     beside: bool = False
@@ -112,8 +113,11 @@ class Preset:
         """A few small steps of one seed of some cells: shows that everything runs. It is no result, and says so."""
         kept = spread(self.cells)
         cells = tuple(dataclasses.replace(cell, config=_quick(cell.config), seed_factor=1) for cell in kept)
-        note = f"QUICK: {len(kept)} of {len(self.cells)} cells, {QUICK_STEPS} steps of small batches, one seed; no result"
-        return dataclasses.replace(self, cells=cells, seeds=1, note=note, test_records=QUICK_TESTS)
+        note = (
+            f"QUICK: {len(kept)} of {len(self.cells)} cells, {QUICK_STEPS} steps of small batches, one seed, {QUICK_RECORDS} "
+            "records; no result"
+        )
+        return dataclasses.replace(self, cells=cells, seeds=1, note=note, train_records=QUICK_RECORDS, test_records=QUICK_TESTS)
 
     def privacy(self) -> list[dict[str, Any]]:
         """The true (ε, δ) of every cell, without training."""

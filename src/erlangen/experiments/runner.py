@@ -37,11 +37,11 @@ def run_preset(
     }
     open_jobs = [job for job in jobs.values() if job.summary() is None]
     if preset.together and open_jobs:
-        train_together(open_jobs, dataset=_shortened(load_data(open_jobs[0].config), preset.test_records))
+        train_together(open_jobs, dataset=_shortened(load_data(open_jobs[0].config), preset))
     summaries: dict[tuple[str, int], dict[str, Any]] = {}
     shelf: dict[str, Dataset] = {}
     for (name, seed), job in jobs.items():
-        summaries[name, seed] = job.summary() or _train(job, shelf, preset.test_records)
+        summaries[name, seed] = job.summary() or _train(job, shelf, preset)
         if watch is not None:
             watch(name, seed, summaries[name, seed])
     rows = []
@@ -60,20 +60,25 @@ def _folder(name: str, seed: int) -> str:
     return f"{name.lower().replace(' ', '-').replace('/', '-')}-seed{seed}"
 
 
-def _train(job: Job, shelf: dict[str, Dataset], test_records: int | None) -> dict[str, Any]:
+def _train(job: Job, shelf: dict[str, Dataset], preset: Preset) -> dict[str, Any]:
     """Cells of one data set follow each other; the ``shelf`` holds it, so that it is read once."""
     config = job.config
     wanted = json.dumps([config.data, config.unit, config.data_options], sort_keys=True)
     if wanted not in shelf:
         shelf.clear()
-        shelf[wanted] = _shortened(load_data(config), test_records)
+        shelf[wanted] = _shortened(load_data(config), preset)
     return train(config, job.folder, overwrite=job.folder.exists(), dataset=shelf[wanted]).summary
 
 
-def _shortened(data: Dataset, test_records: int | None) -> Dataset:
-    if test_records is None or data.x_test is None or data.y_test is None:
+def _shortened(data: Dataset, preset: Preset) -> Dataset:
+    """The first records, where a preset asks for some only."""
+    if preset.train_records is not None:
+        data = dataclasses.replace(
+            data, x_train=data.x_train[: preset.train_records], y_train=data.y_train[: preset.train_records]
+        )
+    if preset.test_records is None or data.x_test is None or data.y_test is None:
         return data
-    return dataclasses.replace(data, x_test=data.x_test[:test_records], y_test=data.y_test[:test_records])
+    return dataclasses.replace(data, x_test=data.x_test[: preset.test_records], y_test=data.y_test[: preset.test_records])
 
 
 def _value(cell: Cell, job: Job, summary: dict[str, Any]) -> float:
