@@ -61,7 +61,7 @@ def test_a_quick_table_is_small_whatever_the_table(name):
         assert cell.seed_factor == 1
         assert cell.config.steps == QUICK_STEPS
         assert cell.config.views <= QUICK_VIEWS
-        assert cell.config.batch <= (256 if name.startswith("clipless") else QUICK_BATCH)
+        assert cell.config.batch <= QUICK_BATCH
         assert "weights" not in cell.config.model_options
 
 

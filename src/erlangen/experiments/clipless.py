@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -72,17 +72,6 @@ def config(data: str, method: str, epsilon: float | None, **changes: Any) -> Tra
     return TrainConfig(**{**shared, **chosen, **changes})
 
 
-@dataclass(frozen=True)
-class Fronts(Preset):
-    """A first look takes one ε and small batches: large ones take minutes a step on a CPU."""
-
-    def quick(self) -> Fronts:
-        short = super().quick()
-        kept = [c for c in short.cells if c.config.epsilon == EPSILONS[0]]
-        cells = tuple(replace(c, config=replace(c.config, batch=256)) for c in kept)
-        return replace(self, cells=cells, seeds=1, note=short.note)
-
-
 def _front() -> tuple[Cell, ...]:
     return tuple(
         Cell(
@@ -96,7 +85,7 @@ def _front() -> tuple[Cell, ...]:
 
 
 register_preset(
-    Fronts(
+    Preset(
         "clipless-fig5", f"{PAPER} (Figure 5)", "Accuracy against ε on MNIST, Fashion-MNIST and CIFAR-10: splits and ISO",
         60_000, _front(), note="The paper prints no numbers for this figure.",
     )
