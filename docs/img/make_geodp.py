@@ -45,6 +45,10 @@ def lines(axis: Any, rows: list[dict[str, Any]], x: str, quantity: str, keep: di
         color, dash = STYLE[name]
         axis.plot(*zip(*sorted(points), strict=True), dash, color=color, label=name, marker=".")
     axis.set_xscale("log")
+    places = sorted({v for points in found.values() for v, _ in points})
+    if x in ("d", "batch"):
+        axis.set_xticks(places, [f"{v:,}" for v in places], fontsize=7)
+        axis.minorticks_off()
     axis.set_xlabel({"sigma": "σ", "d": "d", "batch": "B", "beta": "β"}[x])
     axis.grid(alpha=0.3)
 
