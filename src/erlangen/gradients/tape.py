@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from erlangen.gradients.bundle import Bundle
 from erlangen.gradients.pieces import Dense, Piece, Weight, exact_float32
 from erlangen.gradients.rows import RowMap
 
@@ -53,6 +54,7 @@ class PerSampleGradients:
         self, pieces: Mapping[str, Piece], owners: int, factor: float = 1.0, valid: Tensor | None = None
     ) -> None:
         self._pieces, self.owners, self._factor, self.valid = dict(pieces), owners, factor, valid
+        self._bundle: Bundle | None = None  # of small gradients, from the norms to the sum
 
     @classmethod
     def from_dense(cls, gradients: Mapping[str, Tensor], valid: Tensor | None = None) -> PerSampleGradients:
@@ -69,8 +71,16 @@ class PerSampleGradients:
 
     def norms_squared(self, metric: Metric = euclidean) -> dict[str, Tensor]:
         """Per parameter, ‖T g_i‖² for each owner, T the metric's coordinates."""
+        weights = {name: metric(name) for name in self._pieces}
+        if self._bundle is None:
+            self._bundle = Bundle.of({name: self._pieces[name] for name, weight in weights.items() if weight is None})
         with exact_float32():
-            squared = {name: piece.norms_squared(metric(name)) for name, piece in self._pieces.items()}
+            together = {} if self._bundle is None else self._bundle.norms_squared()
+            together = {name: norms for name, norms in together.items() if weights[name] is None}
+            squared = {
+                name: together[name] if name in together else piece.norms_squared(weights[name])
+                for name, piece in self._pieces.items()
+            }
         if self._factor == 1.0 or not squared:
             return squared
         scaled = torch._foreach_mul(list(squared.values()), self._factor**2)
@@ -78,9 +88,17 @@ class PerSampleGradients:
 
     def weighted_sum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per parameter, Σ_i w_i g_i of the raw gradients."""
-        scaled = {id(w): w * self._factor for w in weights.values()}  # one tensor serves a whole clipping group
+        groups = {id(w): w for w in weights.values()}  # one tensor serves a whole clipping group
+        scaled = {key: w * self._factor for key, w in groups.items()}
+        of = {name: scaled[id(weights[name])] for name in self._pieces}
         with exact_float32():
-            return {name: piece.weighted_sum(scaled[id(weights[name])]) for name, piece in self._pieces.items()}
+            together: dict[str, Tensor] = {}
+            if self._bundle is not None and len({id(of[name]) for name in self._bundle.shapes}) == 1:
+                together = self._bundle.weighted_sum(of[next(iter(self._bundle.shapes))])
+            return {
+                name: together[name] if name in together else piece.weighted_sum(of[name])
+                for name, piece in self._pieces.items()
+            }
 
     def dense(self, name: str) -> Tensor:
         return self._pieces[name].dense() * self._factor
@@ -106,7 +124,9 @@ class PerSampleGradients:
     def only(self, good: Tensor) -> PerSampleGradients:
         """The same gradients with owners outside ``good`` declared padding; nothing is copied or looked at."""
         valid = good if self.valid is None else self.valid & good
-        return PerSampleGradients(self._pieces, self.owners, self._factor, valid)
+        same = PerSampleGradients(self._pieces, self.owners, self._factor, valid)
+        same._bundle = self._bundle
+        return same
 
     def without(self, bad: Tensor) -> PerSampleGradients:
         """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
