@@ -150,3 +150,19 @@ def test_ten_million_dimensions():
     g = torch.randn(10_000_000)
     back = from_spherical(*to_spherical(g))
     assert float((back - g).norm() / g.norm()) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_a_gpu_says_the_same(scale):
+    g = torch.randn(3, 100_000) * scale
+    g[:, ::3] = 0.0
+    radius, phi = to_spherical(g.cuda())
+    torch.testing.assert_close(phi.cpu(), to_spherical(g)[1], rtol=2e-6, atol=1e-7)
+    back = from_spherical(radius, phi).cpu().double()
+    assert float((back - g.double()).norm() / g.double().norm()) < 1e-6
+    blocks = list(angle_blocks([g.cuda()[:, :70_000], g.cuda()[:, 70_000:]], radius))
+    got = torch.empty_like(phi)
+    for columns, part, _ in blocks:
+        got[:, columns] = part
+    torch.testing.assert_close(got, phi, rtol=2e-6, atol=1e-7)
