@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
-from erlangen.gradients import RowMap
+from erlangen.gradients import RowMap, Tape, kernels
 from erlangen.gradients.pieces import Dense
 from erlangen.gradients.registry import find_rule
 from erlangen.gradients.rules.conv import Conv, Geometry
@@ -176,3 +178,28 @@ def test_a_pullback_that_forgets_the_mean_is_caught() -> None:
     piece = right._pieces["weight"]
     wrong = Forgetful(piece.projection.filters, piece.projection.deviation).pull(piece.inner.dense())
     assert (wrong - right._pieces["weight"].dense()).norm() > 1e-3 * wrong.norm()
+
+
+def test_filters_are_computed_anew_for_every_logical_batch(monkeypatch):
+    """Physical parts of a batch share them; an optimizer that writes to ``p.data`` leaves no trace in a parameter's version."""
+    pytest.importorskip("triton")
+    from erlangen.gradients.rules.standardised import _projection
+
+    conv = StandardisedConv2d(4, 4, 3)
+    tape, other, x = Tape(dict(conv.named_parameters())), Tape(dict(conv.named_parameters())), torch.randn(1, 4, 5, 5)
+    assert _projection(conv, tape, x) is not _projection(conv, tape, x), "on a CPU nothing is kept"
+    monkeypatch.setattr(kernels, "FORCED", True)
+    before = _projection(conv, tape, x)
+    assert _projection(conv, tape, x) is before
+    assert _projection(conv, other, x) is not before
+    before = _projection(conv, tape, x)
+    copy.deepcopy(conv)
+    pickle.loads(pickle.dumps(conv))
+    conv.weight.data.normal_()
+    tape.logical += 1
+    after = _projection(conv, tape, x)
+    torch.testing.assert_close(after.filters, standardise(conv.weight, conv.eps)[0])
+    assert not torch.equal(after.filters, before.filters)
+    with torch.no_grad():
+        conv.weight.mul_(2.0).add_(torch.randn_like(conv.weight))
+    assert _projection(conv, tape, x) is not after, "a change that autograd knows of"

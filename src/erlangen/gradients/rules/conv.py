@@ -337,7 +337,8 @@ def tapped_convolution(
             )
             yield target, through(piece)
         if bias is not None and bias.requires_grad:
-            yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
+            per_row = cotangent.flatten(2).sum(2)
+            yield bias, Dense(per_row.unflatten(0, (-1, views)).sum(1) if views > 1 else per_row)
 
     return tape.tap(out, (kept,), (target, bias), pieces)
 

@@ -14,6 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +75,16 @@ class Projection:
     def bound(self, energy: Tensor, total: Tensor) -> Tensor:
         """‖(g_w − mean g_w)/r‖² ≥ ‖g_v‖² [n] from ‖g_w‖² and Σg_w of every filter, [n, O] each. What g_w has along w is not
         taken off: it would cost a pass over memory, and is a few parts in a thousand of the norm."""
-        return self.norms_squared(energy, total / math.sqrt(self.size), torch.zeros_like(energy))
+        value = torch.addcmul(energy, total, total, value=-1.0 / self.size).clamp_(min=0)
+        value.add_(energy, alpha=MARGIN * torch.finfo(value.dtype).eps)
+        return (value * self.deviation.flatten().square().reciprocal()).sum(1)
+
+    @cached_property
+    def inverse(self) -> tuple[Tensor, Tensor]:
+        """(min r)/r of every filter, in (0, 1], and (min r)²."""
+        deviation = self.deviation.flatten()
+        least = deviation.min()
+        return least / deviation, least.square()
 
 
 class Standardised(Piece):
@@ -126,9 +138,8 @@ class Standardised(Piece):
 
     def _unformed(self, conv: Conv) -> Tensor:
         """`Projection.bound` by the kernel that forms no gradient."""
-        deviation = self.projection.deviation.flatten()
-        least = deviation.min()
-        return conv.unformed_norms(least / deviation) / least.square()
+        inverse, scale = self.projection.inverse
+        return conv.unformed_norms(inverse) / scale
 
     @property
     def _by_gram(self) -> bool:
@@ -199,13 +210,32 @@ class Standardised(Piece):
 def standardised_convolution(module: StandardisedConv2d, tape: Tape, input: Tensor) -> Tensor:
     x, padding = explicit_padding(module, input)
     geometry = Geometry(module.kernel_size, module.stride, padding, module.dilation, module.groups)
-    with torch.no_grad(), torch.autocast(module.weight.device.type, enabled=False):
-        projection = Projection(*standardise(module.weight, module.eps))
+    projection = _projection(module, tape, x)
     kept: list[Tensor | None] = []
     through = lambda piece: Standardised(piece, projection, kept[0])  # noqa: E731
     out = tapped_convolution(tape, x, projection.filters, module.bias, geometry, module.weight, through)
     kept.append(_exact_outputs(out, module))
     return out
+
+
+#: beside the modules, not in them: copies and pickles of a module stay ordinary
+_KNOWN: WeakKeyDictionary[StandardisedConv2d, tuple[Any, ref[Tape], Projection]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _projection(module: StandardisedConv2d, tape: Tape, x: Tensor) -> Projection:
+    """The filters of a layer. On a GPU the physical parts of a logical batch share them; no other batch may have them,
+    because parameters that were written to behind autograd's back (``p.data``) keep their version."""
+    weight = module.weight
+    key = weight.data_ptr(), weight._version, weight.dtype, module.eps, tape.logical
+    known = _KNOWN.get(module)
+    if known is not None and known[0] == key and known[1]() is tape:
+        return known[2]
+    with torch.autocast(weight.device.type, enabled=False):
+        projection = Projection(*standardise(weight, module.eps))
+    if usable(x, weight):
+        _KNOWN[module] = (key, ref(tape), projection)
+    return projection
 
 
 def _exact_outputs(out: Tensor, module: StandardisedConv2d) -> Tensor | None:
