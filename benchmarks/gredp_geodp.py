@@ -152,11 +152,14 @@ class Bench:
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
+    def methods(self, task: Task) -> list[str]:
+        return [m for m in task.methods if not self.options.methods or m in self.options.methods]
+
     def tune(self, task: Task, stage: tuple[str, ...]) -> None:
         seeds = range(1000, 1000 + self.options.tune_seeds)
         self.run("tuning", [
             Trial(task.name, method, setting, *pick, seed)
-            for method in task.methods for setting in task.where(method, stage) for pick in task.grid(method)
+            for method in self.methods(task) for setting in task.where(method, stage) for pick in task.grid(method)
             for seed in seeds
         ])  # fmt: skip
 
@@ -172,7 +175,7 @@ class Bench:
 
     def measure(self, task: Task, stage: tuple[str, ...]) -> None:
         trials = []
-        for method in task.methods:
+        for method in self.methods(task):
             for setting in task.where(method, stage):
                 tuned = {self.best(task, method, setting, mu) for mu in (None, 0.0)} if task.lengths else ()
                 trials += [
@@ -304,6 +307,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with mnist.npz")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", default=DEFAULT, choices=list(TASKS))
+    parser.add_argument("--methods", nargs="+", help="only these of a task; all of them unless told")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tune-seeds", type=int, default=1)
     parser.add_argument("--members", type=int, default=48, help="runs trained at once")

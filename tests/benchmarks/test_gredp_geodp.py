@@ -78,6 +78,7 @@ def options(tmp_path: Path, **changes) -> argparse.Namespace:
     values = {
         "data": tmp_path, "out": tmp_path / "out.json", "tasks": ["geodp-fig5"], "seeds": 2, "tune_seeds": 1, "members": 48,
         "budget": math.inf, "steps": 1, "epsilon": False, "no_graph": True, "processes": 0, "resume": True, "device": "cpu",
+        "methods": None,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
