@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
+from erlangen.cli.main import app
+from erlangen.experiments.presets import tables
 from erlangen.mechanisms import base
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/*/*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
@@ -33,3 +37,28 @@ def test_links_lead_somewhere():
             if not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")
     assert not broken
+
+
+COMMANDS = [
+    (page, line)
+    for page in PAGES
+    for line in re.findall(r"^ {4,}(erlangen .*)$", re.sub(r"\\\n *", " ", page.read_text()), re.M)
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", value))
+def test_commands_are_understood(page, line):
+    """Every command line of the docs has commands and options that exist; it is parsed, not run."""
+    words = [w for w in shlex.split(line, comments=True) if w != "…"]
+    command = typer.main.get_command(app)
+    while isinstance(command, typer.core.TyperGroup):
+        words = words[1:]
+        assert words[0] in command.commands, line
+        command = command.commands[words[0]]
+    if "--help" not in words:
+        command.make_context(words[0], words[1:])
+
+
+def test_the_docs_name_every_table_and_figure():
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    assert set(re.findall(r"`((?:rep|eq|geodp|clipless|gredp)-\w+)`", page.split("Beside them")[0].split("|---|---|")[1])) == set(tables())
