@@ -37,7 +37,7 @@ Pair = tuple[int, int]
 
 #: positions (times views) of an owner: its Gram matrices stay in registers
 MOST_TOKENS = 128
-#: flops of the matrix units in the time in which one byte crosses memory; an H200 does 400 TF/s and 4.4 TB/s here
+#: flops of the matrix units in the time in which one byte crosses memory; an H200 does 400 TF/s or more and 4.4 TB/s here
 FLOPS_PER_BYTE = 90
 #: what weighing an owner's product costs, in positions of the product itself
 WEIGHING = 16
