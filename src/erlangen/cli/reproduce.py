@@ -89,6 +89,8 @@ def _narrowed(part: Any, quick: bool, only: str | None, seeds: int | None) -> An
 
 def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool) -> dict[str, Any]:
     """Run or price one preset; print it unless JSON was asked for."""
+    from erlangen.training.run import Interrupted
+
     if dry_run:
         cells = part.privacy()
         if not as_json:
@@ -96,7 +98,11 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool)
         return {"preset": part.name, "cells": cells}
     folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)
-    result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json)
+    try:
+        result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json)
+    except (KeyboardInterrupt, Interrupted):
+        typer.echo(f"What is finished is kept in {folder}; the same command goes on from there.", err=True)
+        raise KeyboardInterrupt from None
     if not as_json:
         typer.echo(_table(result))
     return result
@@ -109,7 +115,7 @@ def _run(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
     from erlangen.experiments.runner import run_preset
 
     with Progress(console=Console(file=sys.stderr), disable=quiet) as progress:
-        task = progress.add_task(chosen.name, total=len(chosen.cells) * chosen.seeds)
+        task = progress.add_task(chosen.name, total=sum(getattr(c, "seed_factor", 1) for c in chosen.cells) * chosen.seeds)
         return run_preset(chosen, folder, watch=lambda *_: progress.advance(task))
 
 
