@@ -5,7 +5,7 @@
 Times: every method is a process of its own, warmed up, then they take turns in short rounds, so that the machine's mood
 is shared by all; a ratio is the median over rounds of method time / plain time in the same round. Memory: peak resident
 size of a fresh process that runs the method alone. Opacus runs as its documentation says is fastest for each mode, with
-the same model, data, dtype and number of threads, and flat clipping at the same σ and C.
+the same model, data, dtype and number of threads, and flat clipping at the same σ and C; memory is allocated alike.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ def worker(method: str, args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     import torch
 
+    from erlangen.gradients.pages import keep_pages
+
+    keep_pages()  # every method, as our engine does
     torch.set_num_threads(args.threads)
     step = stepper(method, args.model, args.batch, args.strategy)
     for _ in range(3):

@@ -17,6 +17,7 @@ from erlangen.accounting import Accountant, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach, is_attached
 from erlangen.gradients.independence import check_independence, check_loss, known_problems
+from erlangen.gradients.pages import keep_pages
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
@@ -200,6 +201,8 @@ class PrivateTraining:
 
     def install(self, wrapper: nn.Module | None = None) -> None:
         """From here on the module records and the optimizer steps privately; a DDP ``wrapper`` keeps quiet."""
+        if any(p.device.type == "cpu" for p in self.module.parameters()):
+            keep_pages()
         self._wrapper = self.module if wrapper is None else wrapper
         self._loud = joint.silence(self._wrapper)
         if hasattr(self.tape, "attach"):
