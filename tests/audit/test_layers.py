@@ -86,7 +86,7 @@ def test_what_no_single_rule_is(name):
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="kernels on the CPU need Triton's interpreter (TRITON_INTERPRET=1)")
-@pytest.mark.parametrize("name", ["Linear", "GroupNorm, ReLU"])
+@pytest.mark.parametrize("name", ["Linear", pytest.param("GroupNorm, ReLU", marks=pytest.mark.slow)])
 def test_fused_kernels_under_hostile_rows(monkeypatch, name):
     pytest.importorskip("triton")
     from erlangen.gradients.kernels import norm_act

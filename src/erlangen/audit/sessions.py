@@ -265,6 +265,11 @@ def audit_sessions(name: str, index: int | None, mechanism: Options, kind: type[
             leak = f"one record moves a step by {found:.5g} times the claimed sensitivity"
         return None if leak is None else f"{leak} ({label})"
 
+    flat = {} if mechanism["mechanism"] == "clipless" else {"model": "mlp"}
+    many = {**mechanism, **flat, "precision": "bf16", "batch": 64}
+    problem = attack("a crowd in bf16", many, lambda: (crowd(CROWD + 1), crowd(CROWD)), SLACK_OF_A_CROWD)
+    if problem:
+        return failed(name, "session", problem, ran)
     for k, options in enumerate(cases(index, mechanism)):
         image, label = images[k % len(images)][1], _words(options, images[k % len(images)][0])
         data = records(image, 6)
@@ -272,11 +277,6 @@ def audit_sessions(name: str, index: int | None, mechanism: Options, kind: type[
         problem = attack(label, options, lambda d=data, n=neighbour: (d, n), SLACK)  # type: ignore[misc]
         if problem:
             return failed(name, "session", problem, ran)
-    flat = {} if mechanism["mechanism"] == "clipless" else {"model": "mlp"}
-    many = {**mechanism, **flat, "precision": "bf16", "batch": 64}
-    problem = attack("a crowd in bf16", many, lambda: (crowd(CROWD + 1), crowd(CROWD)), SLACK_OF_A_CROWD)
-    if problem:
-        return failed(name, "session", problem, ran)
     if not ran:
         return unable(name, "session", f"no combination of options could be built: {refused}")
     return passed(name, "session", ran, {"sensitivity": worst, "where": where})
