@@ -23,11 +23,16 @@ class Bundle:
     """The small, formed gradients of several parameters as one matrix [n, D], float32 at least: nothing is rounded."""
 
     def __init__(self, pieces: Mapping[str, Dense]) -> None:
-        parts = {name: piece.g.reshape(piece.count, -1) for name, piece in pieces.items()}
-        self.shapes = {name: piece.g.shape[1:] for name, piece in pieces.items()}
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, piece in pieces.items():  # tensors of one type are joined in one launch, others in one each
+            by_dtype.setdefault(piece.g.dtype, []).append(name)
+        order = [name for names in by_dtype.values() for name in names]
+        parts = {name: pieces[name].g.reshape(pieces[name].count, -1) for name in order}
+        self.shapes = {name: pieces[name].g.shape[1:] for name in order}
         self.widths = tuple(part.shape[1] for part in parts.values())
-        matrix = torch.cat(list(parts.values()), 1)
-        self.matrix = matrix.to(accumulate_dtype(matrix))
+        alike = [torch.cat([parts[name] for name in names], 1) for names in by_dtype.values()]
+        matrices = [matrix.to(accumulate_dtype(matrix)) for matrix in alike]
+        self.matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
 
     @classmethod
     def of(cls, pieces: Mapping[str, Piece]) -> Bundle | None:
@@ -37,7 +42,8 @@ class Bundle:
         return cls(small) if len(small) > 1 and alike else None
 
     def norms_squared(self) -> dict[str, Tensor]:
-        """‖g_i‖² by parameter. A row that is not finite has no finite norm in any of them: it counts in none anyway."""
+        """‖g_i‖² by parameter, never below the exact value. A row that is not finite has no finite norm in any of them: it
+        counts in none anyway."""
         found = _segments(self.widths, self.matrix.device, self.matrix.dtype) @ self.matrix.square().t()
         return dict(zip(self.shapes, found.unbind(0), strict=True))
 
@@ -57,6 +63,8 @@ def _is_small(piece: Dense) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _segments(widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[parameters, D]: 1 where an entry belongs to a parameter."""
+    """[parameters, D]: where an entry belongs to a parameter, 1 and what adding up as many squares may lose to rounding."""
+    sizes = torch.tensor(widths, dtype=torch.float64)
     index = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
-    return (torch.arange(len(widths))[:, None] == index).to(device, dtype)
+    outward = 1 + (sizes + 4) * torch.finfo(dtype).eps
+    return ((torch.arange(len(widths))[:, None] == index) * outward[:, None]).to(device, dtype)
