@@ -176,3 +176,15 @@ def test_networks_have_the_papers_numbers():
     assert table["LeNet-5"].table1 == (92.7, 95.3, 96.5)
     for n in NETWORKS:
         assert n.table1[2] in n.unit_clip, "Table 1 and Table 3 agree at Table 1's ε"
+
+
+def test_step_lengths_follow_the_method_and_its_clipping_rule():
+    from erlangen.experiments.geodp import TABLE_2, TABLE_3
+
+    assert TABLE_2.length("DP+SUR+PSAC", 10.0) == TABLE_2.length("DP", 10.0)
+    assert TABLE_2.length("direction+IS", 10.0) == TABLE_2.length("direction", 10.0) < TABLE_2.length("DP", 10.0)
+    assert TABLE_3.length("DP", 0.1) == 1.0  # not tuned
+    for cell in preset("geodp-table2").cells:
+        c = cell.config
+        name = cell.name.split(" ")[1]
+        assert c.lr * c.max_grad_norm / (1 - c.momentum) == pytest.approx(TABLE_2.length(name, c.noise_multiplier))
