@@ -58,6 +58,20 @@ def test_terms_that_cancel_in_the_norm_cancel_in_the_sum(name, metric):
             assert float(added.norm()) <= 1 + 1e-5, f"{name}: {float(added.norm()):.3g} times the bound"
 
 
+@pytest.mark.parametrize("name", ["linear", "conv", "circulant"])
+def test_a_huge_value_without_a_cotangent_hides_nothing(name):
+    """One position holds a huge value and has no cotangent (a ReLU is off there): beside it the squares of ordinary values
+    would vanish from Gram matrices, and with them the measured norm."""
+    for huge in (1e6, 1e10, 1e18, 1e20, 1e22, 1e25, 1e30, 3e37):
+        for turned in (False, True):
+            a, d = torch.zeros(1, 3, WIDTH), torch.zeros(1, 3, WIDTH)
+            a[0, 0], a[0, 1], d[0, 1], a[0, 2, 3], d[0, 2, 5] = huge, 1.0, 1e3, 0.1, -2.0
+            piece: Piece = PIECES[name](*((d, a) if turned else (a, d)))
+            norm = piece.norms_squared().sqrt()
+            if bool(torch.isfinite(norm)):  # else the owner contributes nothing
+                assert float(piece.weighted_sum((1.0 / norm).clamp(max=1.0)).norm()) <= 1 + 1e-6, huge
+
+
 def test_a_metric_does_not_let_cancelling_tokens_through():
     """The same through the mechanism, with an owner beside it whose gradient is not finite."""
     a, d = cancelling(1e4, 0)
