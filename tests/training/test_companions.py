@@ -75,8 +75,8 @@ def test_a_decision_that_nobody_pays_for_is_refused():
 
 def test_a_judge_with_other_noise_than_was_charged_is_refused():
     one = session(selective=True, selective_options={"noise_ratio": 3.0})
+    one.training.event()
     one.judge.ratio = 1.0  # after the step's event was fixed
-    one.training._event = (1.0, sequence([poisson(100 / 1438, gaussian(1.0)), poisson(100 / 1438, gaussian(3.0))]))
     with pytest.raises(RuntimeError, match="does not pay for"):
         one.step()
 
