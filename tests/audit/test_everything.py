@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pickle
 from collections import Counter
@@ -151,3 +152,37 @@ def test_the_page_and_the_verdict():
     toothless = results(zoo=[{"name": "a", "kind": "mechanism", "bug": "broken", "caught_by": []}])
     assert toothless.to_json()["verdict"] == VIOLATED
     assert "**nothing**" in page(toothless)
+
+
+CANNED = {
+    "rows": passed("a row", "mechanism", 10), "runs": [passed("ISO", "one run", 10)], "static": [passed("iso", "flow", 3)],
+    "zoo": {"name": "a", "kind": "noise", "bug": "broken", "caught_by": ["noise"]},
+    "power": {"epsilon": 1.0, "gdp": 0.6, "one_run": 0.2, "above_truth": 0.04}, "alarms": 1,
+    "randomness": [trust.monte_carlo_rate(1, 100)], "opacus": [],
+}  # fmt: skip
+
+
+def test_the_command_writes_the_page_and_goes_on_from_what_it_kept(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from erlangen.cli.main import app
+
+    done: list[Task] = []
+    monkeypatch.setattr(everything, "timed", lambda task, tell=None: (done.append(task), (CANNED[task.part], 0.1))[1])
+    page_at, keep_at = tmp_path / "docs" / "audit.md", tmp_path / "parts.jsonl"
+    command = ["audit", "all", "--out", str(page_at), "--keep", str(keep_at), "--json"]
+    first = CliRunner().invoke(app, command)
+    assert first.exit_code == 0, first.output
+    assert json.loads(first.stdout)["verdict"] == CONSISTENT
+    assert page_at.read_text().startswith("# Audit of every mechanism")
+    count = len(done)
+    assert count == len(list(tasks(1.0, 0)))
+    assert len(keep_at.read_text().splitlines()) == count
+    again = CliRunner().invoke(app, command)
+    assert again.stdout == first.stdout
+    assert len(done) == count
+    monkeypatch.setitem(CANNED, "zoo", {"name": "a", "kind": "noise", "bug": "broken", "caught_by": []})
+    assert CliRunner().invoke(app, ["audit", "all", "--json"]).exit_code == 1  # something broken was not caught
+    monkeypatch.setitem(CANNED, "static", [unable("new", "flow", "cannot be built")])
+    monkeypatch.setitem(CANNED, "zoo", {"name": "a", "kind": "noise", "bug": "", "caught_by": []})
+    assert CliRunner().invoke(app, ["audit", "all", "--json"]).exit_code == 3
