@@ -225,7 +225,7 @@ def test_networks_through_the_kernels_have_the_gradients_of_float64(forced, monk
     for n in found.names:
         contributed = torch.stack([one[n].square().sum() for one in alone])
         assert bool((contributed <= norms[n] * (1 + 1e-5)).all())
-        close(norms[n], contributed, 0.02 if name == "standardised" else 1e-5)  # bounds, behind standardisation
+        close(norms[n], contributed, 0.02 if name == "standardised" else 2e-4)  # rounded outwards
         close(sums[n], sum(w * one[n] for w, one in zip(weights, alone, strict=True)), 1e-5)
 
 

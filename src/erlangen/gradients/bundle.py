@@ -16,7 +16,7 @@ from torch import Tensor
 from erlangen.gradients.pieces import Dense, Piece, accumulate_dtype, row_sum, skips_zero_weights
 
 #: entries of a gradient up to which it is copied beside the others
-SMALL = 4096
+SMALL = 1024
 
 
 class Bundle:
