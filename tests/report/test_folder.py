@@ -34,6 +34,24 @@ def test_a_sound_run(trained):
     assert ("certificate", "recomputed from its releases: every number agrees") in said.facts
 
 
+@pytest.mark.parametrize(
+    ("randomness", "said"), [("reproducible: not for release", "knows the seed"), ("pseudo-random, unseeded", "ordinary generator")]
+)
+def test_noise_that_is_not_secure_is_said_to_be_so(copy, randomness, said):
+    edit(copy / "summary.json", lambda s: s.update(randomness=randomness))
+    [warning] = [w for w in statement(read(copy)).warnings if "--secure" in w]
+    assert said in warning
+
+
+def test_an_unfinished_run_is_not_reported_on(copy):
+    (copy / "summary.json").unlink()
+    with pytest.raises(ReportError, match=r"has not finished.*erlangen ui .*erlangen train --resume"):
+        read(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(ReportError, match=r"no config\.json"):
+        read(copy)
+
+
 def test_a_forged_certificate_is_no_guarantee(copy):
     edit(copy / "certificate.json", lambda c: c["guarantee"].update(best_epsilon=0.01))
     run = read(copy)

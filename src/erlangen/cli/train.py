@@ -233,7 +233,8 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
                 waiting.stop()
             progress.start()
         seconds, steps = time.perf_counter() - first[0][0], session.step_count - first[0][1]
-        note = f"{steps * session.config.batch / max(1e-9, seconds):,.0f} images/s" if steps else ""
+        images = steps * session.config.batch * len(session.dataset) / session.units.count  # a patient may have several
+        note = f"{images / max(1e-9, seconds):,.0f} images/s" if steps else ""
         if not quiet:
             note = f"ε {spent.of(session, metrics):.2f}  " + note
         if "test_accuracy" in metrics:

@@ -105,12 +105,13 @@ class Run:
 
 def read(folder: Path) -> Run:
     """The run in ``folder``."""
-    for needed, why in (("config.json", "there is no config.json"), ("summary.json", "the run did not finish")):
-        if not (folder / needed).is_file():
-            cure = (
-                "go on with erlangen train --resume" if needed == "summary.json" else "give a folder of erlangen train"
-            )
-            raise ReportError(f"{folder} holds no finished run: {why}; {cure}")
+    if not (folder / "config.json").is_file():
+        raise ReportError(f"{folder} holds no run: there is no config.json; give a folder of erlangen train")
+    if not (folder / "summary.json").is_file():
+        raise ReportError(
+            f"the run in {folder} has not finished: `erlangen ui {folder.parent}` follows one that is running, "
+            f"`erlangen train --resume {folder}` goes on with one that was stopped"
+        )
     config = TrainConfig.from_file(folder / "config.json")
     summary = _json(folder / "summary.json")
     if not isinstance(summary, dict) or not isinstance(summary.get("guarantee"), dict):

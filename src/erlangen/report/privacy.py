@@ -48,8 +48,8 @@ def _meaning(run: Run) -> tuple[str, ...]:
     unit, delta = _unit(run), run.delta
     whole = "" if unit == "record" else f" All records of one {unit} are protected together."
     out = [
-        f"The trained model would have come out nearly the same had any one {unit} not been in the training data: no "
-        f"outcome becomes more than e^ε = {math.exp(min(run.epsilon, 50)):.3g} times as likely, except with probability "
+        f"Whatever came out of training could also have come out without any one {unit}: nothing is more than "
+        f"{math.exp(min(run.epsilon, 50)):.3g} times (eᵋ) as likely with its data as without, except with probability "
         f"δ = {small(delta)}.{whole}"
     ]
     rows = (run.certificate or {}).get("guarantee", {}).get("attacker", [])
@@ -80,9 +80,10 @@ def _warnings(run: Run) -> tuple[str, ...]:
     if run.certificate is None and not run.problems:
         out.append("There is no certificate: the figures are those of summary.json and were not recomputed.")
     elif run.certificate is not None and run.certificate["randomness"] != "secure":
+        seeded = "reproducible" in str(run.summary.get("randomness", ""))
+        why = "can be drawn again by whoever knows the seed" if seeded else "comes from an ordinary generator, which can be guessed"
         out.append(
-            "The noise can be drawn again (reproducible mode): good for experiments, not for release. "
-            "Train with --secure before giving the model away."
+            f"The noise {why}: good for experiments, not for release. Train with --secure before giving the model away."
         )
     if run.non_private:
         out.append(

@@ -17,7 +17,7 @@
   const trouble = (words) => { $("trouble").hidden = !words; $("trouble").textContent = words || ""; };
   const eps = (value) => (value === "inf" ? "∞" : value === null ? "checking…" : String(Number(value.toPrecision(4))));
   const share = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
-  const small = (value) => (value === null ? "–" : value.toExponential(1));
+  const small = (value) => (value === null ? "–" : value.toExponential(1).replace(".0e", "e"));
   const state = (word) => make("span", word, { class: `state ${word}` });
   const link = (name) => make("a", name, { href: `#run/${encodeURIComponent(name)}` });
 
@@ -182,7 +182,7 @@
     $("answer").className = "statement good";
     $("answer-head").textContent = known ? `ε ${exact ? "=" : "≤"} ${eps(found.epsilon)}` : `σ = ${Number(found.sigma.toPrecision(4))}`;
     const odds = found.epsilon === "inf" ? "∞" : Number(Math.exp(Math.min(found.epsilon, 50)).toPrecision(3)).toLocaleString("en");
-    $("answer-words").textContent = `${known ? "" : `It gives ε = ${eps(found.epsilon)} at δ = ${found.delta}. `}No outcome becomes more than e^ε = ${odds} times as likely through any one record, except with probability δ.`;
+    $("answer-words").textContent = `${known ? "" : `It gives ε = ${eps(found.epsilon)} at δ = ${found.delta}. `}No outcome becomes more than ${odds} times (eᵋ) as likely through any one record, except with probability δ.`;
     $("answer-note").textContent = exact ? "by PLD" : "a quick bound by RDP; PLD follows";
     $("attacks").tBodies[0].replaceChildren(...found.attacker.map((a) => { const row = make("tr"); row.append(make("td", `${100 * a.fpr} %`), make("td", share(a.tpr))); return row; }));
     const rest = `--sample-rate ${plan.rate} --steps ${plan.steps} --delta ${plan.delta}`;
