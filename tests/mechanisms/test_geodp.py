@@ -44,6 +44,17 @@ def test_without_noise_the_direction_form_is_its_formula():
     )
 
 
+def test_scaled_directions_are_auto_s_without_its_constant():
+    """With every norm above C and as many records as expected: C/‖g‖ for each, whatever its length."""
+    g = gradients()
+    g["b"][0] *= 100.0
+    assert float(flat(g).norm(dim=1).min()) > 0.5
+    ours = build("geodp", 0.0, Flat(0.5), magnitude="scaled").release(g, 6.0)
+    theirs = build("iso", 0.0, AutoS(0.5, gamma=1e-9)).release(g, 6.0)
+    for name in g:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
 def test_both_queries_together_cost_sigma():
     """(σ_dir⁻² + σ_mag⁻²)^(−½) = σ, and a factor of 10 leaves the direction 1.005σ."""
     for factor in (2.0, 10.0):
