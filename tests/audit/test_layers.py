@@ -32,7 +32,9 @@ def broken(rule, kind=nn.Linear):
             return nn.functional.linear(x, self.weight, self.bias)
 
     _RULES[Layer] = rule
-    return Example(lambda: Layer(5, 3), lambda rows: torch.randn(rows, 4, 5, generator=torch.Generator().manual_seed(rows)))
+    return Example(
+        lambda: Layer(5, 3), lambda rows: torch.randn(rows, 4, 5, generator=torch.Generator().manual_seed(rows))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,9 @@ def test_a_rule_that_forgets_views_is_not_a_pass():
     def pieces(module):
         return lambda saved, d, views: linear(saved[0], d, module.weight, module.bias)
 
-    with pytest.raises(RuntimeError):  # as many gradients as rows, where owners have two each: in the sweep inconclusive
+    with pytest.raises(
+        RuntimeError
+    ):  # as many gradients as rows, where owners have two each: in the sweep inconclusive
         audit_layer("views", broken(tapped(pieces)))
 
 

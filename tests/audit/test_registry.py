@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from erlangen.audit import registry, specimens, static
+from erlangen.audit import registry, static
+from erlangen.audit.broken import clipping as broken_clipping
+from erlangen.audit.broken import companions as broken_companions
+from erlangen.audit.broken import layers as broken_layers
+from erlangen.audit.broken import mechanisms as broken_mechanisms
+from erlangen.audit.broken import randomness as broken_randomness
 from erlangen.audit.companions import audit_companion
 from erlangen.audit.layers import Example
 from erlangen.audit.verdict import CONSISTENT, INCONCLUSIVE, VIOLATED
@@ -42,7 +47,7 @@ def only(monkeypatch):
 def test_a_new_broken_mechanism_is_caught_in_release_and_in_training(only):
     only(base, "_MECHANISMS", {})
     base.register_mechanism("brand new")(
-        lambda c: specimens.OneLayerForgotten(c.noise_multiplier, c.clipping, None, c.noise)
+        lambda c: broken_mechanisms.OneLayerForgotten(c.noise_multiplier, c.clipping, None, c.noise)
     )
     found = verdicts(static._mechanisms(silent), "brand new")
     assert found == {"flow": VIOLATED, "covariance": VIOLATED, "training step": VIOLATED}
@@ -50,28 +55,30 @@ def test_a_new_broken_mechanism_is_caught_in_release_and_in_training(only):
 
 def test_a_new_broken_clipping_rule_is_caught(only):
     only(clipping, "_RULES", {})
-    clipping.register_clipping("brand new")(specimens.SoftClip)
+    clipping.register_clipping("brand new")(broken_clipping.SoftClip)
     assert verdicts(static._clipping(silent), "brand new") == {"clipping": VIOLATED, "constants": VIOLATED}
     assert verdicts(static._clipping(silent), "iso") == {"flow": VIOLATED}
 
 
 def test_a_new_broken_sampler_is_caught(only):
     only(sys.modules["erlangen.sampling.samplers"], "_SAMPLERS", {})
-    register_sampler(type("Fresh", (specimens.RateUnderstated,), {"name": "brand new"}))
+    register_sampler(type("Fresh", (broken_randomness.RateUnderstated,), {"name": "brand new"}))
     assert list(samplers()) == ["brand new"]
     found = list(static._samplers(silent))
     assert {f.verdict for f in found} == {VIOLATED}
     assert len(found) == 2  # from streams and from the system's generator
 
 
-@pytest.mark.parametrize("kind", [specimens.SameOnEveryRank, specimens.SameForEveryLayer, specimens.UniformNoise])
+@pytest.mark.parametrize(
+    "kind", [broken_randomness.SameOnEveryRank, broken_randomness.SameForEveryLayer, broken_randomness.UniformNoise]
+)
 def test_a_new_broken_noise_source_is_caught(monkeypatch, kind):
     monkeypatch.setattr(static, "defined", lambda base: [kind])
     assert [f.verdict for f in static._noise(silent)] == [VIOLATED]
 
 
 def test_a_new_broken_layer_rule_is_caught(only, monkeypatch):
-    class Fresh(specimens.NormWithoutBias):
+    class Fresh(broken_layers.NormWithoutBias):
         audit_example = None
 
         def __init__(self) -> None:
@@ -81,12 +88,12 @@ def test_a_new_broken_layer_rule_is_caught(only, monkeypatch):
             return nn.functional.linear(input, self.weight, self.bias)
 
     Fresh.audit_example = Example(Fresh, lambda rows: torch.randn(rows, 4, 5))
-    only(rules, "_RULES", {Fresh: specimens.forgets_bias})
+    only(rules, "_RULES", {Fresh: broken_layers.forgets_bias})
     monkeypatch.setattr(static, "bounded_examples", dict)
     assert verdicts(static._layers(silent), "Fresh") == {"layer rule": VIOLATED}
 
 
-@pytest.mark.parametrize("kind", [specimens.RejectionsAreFree, specimens.RateAboveThePrice])
+@pytest.mark.parametrize("kind", [broken_companions.RejectionsAreFree, broken_companions.RateAboveThePrice])
 def test_a_new_broken_companion_is_caught(only, kind):
     only(companions, "_COMPANIONS", {})
     companions.register_companion("brand new")(kind)
@@ -118,7 +125,7 @@ def test_what_the_library_defines_without_registering_it_is_reported():
     stray = type("Stray", (GaussianMechanism,), {"__module__": "erlangen.mechanisms.stray"})
     assert stray in registry.missing(base.Mechanism, [GaussianMechanism])
     assert static.unseen(stray, "flow").verdict == INCONCLUSIVE
-    assert specimens.NanPasses not in registry.defined(base.Mechanism)  # broken on purpose
+    assert broken_mechanisms.NanPasses not in registry.defined(base.Mechanism)  # broken on purpose
     del stray
     gc.collect()
 

@@ -80,7 +80,7 @@ def test_crowds_of_many_sizes_move_by_one_record():
 
 
 def test_a_crowd_shows_what_rounding_by_the_batch_size_does(monkeypatch):
-    from erlangen.audit import broken_sessions
+    from erlangen.audit.broken import sessions as broken_sessions
 
     plain = sessions.attacked
     monkeypatch.setattr(sessions, "attacked", lambda *args: plain(*args, broken_sessions.MeanInHalfPrecision))

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from erlangen import lipschitz as lip
-from erlangen.audit import canaries, specimens, zoo
+from erlangen.audit import canaries, zoo
+from erlangen.audit.broken import mechanisms as broken_mechanisms
 from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.static import Recipe, dense_lipschitz_network
 from erlangen.audit.steps import Step, audit_step, gradients, hostile, strongest
@@ -58,7 +59,10 @@ def test_clipping_mechanisms_hold_in_training(name):
     assert 0.99 < found.facts["sensitivity"] <= 1.0
 
 
-@pytest.mark.parametrize("kind", [specimens.UnclippedBatch, specimens.DividedByRealisedBatch, specimens.ClipAfterMean])
+@pytest.mark.parametrize(
+    "kind",
+    [broken_mechanisms.UnclippedBatch, broken_mechanisms.DividedByRealisedBatch, broken_mechanisms.ClipAfterMean],
+)
 def test_broken_mechanisms_are_caught_in_training(kind):
     def build() -> Step:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Deliberately broken mechanisms, rules, samplers, sources, companions and layers (`specimens`), each beside its sound twin.
+"""Deliberately broken mechanisms, rules, samplers, sources, companions and layers (`broken`), each beside its sound twin.
 
 Every one is a mistake seen in public code, and a few lines away from something sound. `examine` does not know which is which: it
 runs the audits of the specimen's kind and says what it found.
@@ -14,8 +14,12 @@ import torch
 from torch import nn
 
 from erlangen import lipschitz as lip
-from erlangen.audit import broken_sessions as trainers
-from erlangen.audit import specimens as bad
+from erlangen.audit.broken import clipping as clips
+from erlangen.audit.broken import companions as judges
+from erlangen.audit.broken import layers as rules
+from erlangen.audit.broken import mechanisms as bad
+from erlangen.audit.broken import randomness as draws
+from erlangen.audit.broken import sessions as trainers
 from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion
 from erlangen.audit.flow import audit_flow
@@ -147,54 +151,54 @@ def zoo() -> list[Specimen]:
         Specimen("empty batches skipped", "mechanism", _iso(bad.SkipsEmptyBatches), "no noise where there is nothing"),
         Specimen("divided by the length", "mechanism", _iso(bad.ClippedAgain), "scaled by the length before noise"),
         Specimen("flat", "clipping", Flat),
-        Specimen("factor in 16 bits", "clipping", bad.FactorInHalfPrecision, "the clip factor is rounded up"),
-        Specimen("squared norm", "clipping", bad.SquaredNormAgainstBound, "C against ‖g‖²"),
-        Specimen("largest layer", "clipping", bad.LargestLayerNorm, "the norm of the largest layer for all"),
-        Specimen("any γ", "clipping", bad.AnyGamma, "a γ so small that norms below it are measured as zero"),
-        Specimen("auto-s without γ", "clipping", bad.NoGamma, "a gradient of zero becomes NaN"),
+        Specimen("factor in 16 bits", "clipping", clips.FactorInHalfPrecision, "the clip factor is rounded up"),
+        Specimen("squared norm", "clipping", clips.SquaredNormAgainstBound, "C against ‖g‖²"),
+        Specimen("largest layer", "clipping", clips.LargestLayerNorm, "the norm of the largest layer for all"),
+        Specimen("any γ", "clipping", clips.AnyGamma, "a γ so small that norms below it are measured as zero"),
+        Specimen("auto-s without γ", "clipping", clips.NoGamma, "a gradient of zero becomes NaN"),
         Specimen("per-layer", "clipping", PerLayer),
-        Specimen("per-layer counted once", "clipping", bad.PerLayerCountedOnce, "every layer clipped at C, accounted as one"),
+        Specimen("per-layer counted once", "clipping", clips.PerLayerCountedOnce, "every layer clipped at C, accounted as one"),
         Specimen("auto-s", "clipping", AutoS),
-        Specimen("auto-s, γ outside", "clipping", bad.AutoSWithoutClip, "C/‖g‖ + γ"),
+        Specimen("auto-s, γ outside", "clipping", clips.AutoSWithoutClip, "C/‖g‖ + γ"),
         Specimen("adaptive quantile", "clipping", AdaptiveQuantile),
-        Specimen("count not paid for", "clipping", bad.CountNotPaidFor, "the count's noise is free"),
-        Specimen("soft clip", "clipping", bad.SoftClip, "huge gradients pass"),
+        Specimen("count not paid for", "clipping", clips.CountNotPaidFor, "the count's noise is free"),
+        Specimen("soft clip", "clipping", clips.SoftClip, "huge gradients pass"),
         Specimen("stream noise", "noise", plain(StreamNoise)),
-        Specimen("same noise on every rank", "noise", plain(bad.SameOnEveryRank), "ranks share a stream"),
-        Specimen("same noise in every run", "noise", plain(bad.SameInEveryRun), "runs share a stream"),
-        Specimen("seed reused after resume", "noise", plain(bad.SeedReusedAfterResume), "a resumed run starts its noise again"),
-        Specimen("same noise at every step", "noise", plain(bad.SameEveryStep), "steps share a stream"),
-        Specimen("same noise for every layer", "noise", plain(bad.SameForEveryLayer), "layers share a stream"),
-        Specimen("uniform noise", "noise", plain(bad.UniformNoise), "right variance, wrong distribution"),
-        Specimen("seeded by the step", "noise", plain(bad.SeededByStep), "every run draws the same noise at step k"),
-        Specimen("tails cut", "noise", plain(bad.CutTails), "noise ends at two standard deviations"),
-        Specimen("noise in 16 bits", "noise", plain(bad.NoiseInHalfPrecision), "value and noise are rounded to eight bits"),
+        Specimen("same noise on every rank", "noise", plain(draws.SameOnEveryRank), "ranks share a stream"),
+        Specimen("same noise in every run", "noise", plain(draws.SameInEveryRun), "runs share a stream"),
+        Specimen("seed reused after resume", "noise", plain(draws.SeedReusedAfterResume), "a resumed run starts its noise again"),
+        Specimen("same noise at every step", "noise", plain(draws.SameEveryStep), "steps share a stream"),
+        Specimen("same noise for every layer", "noise", plain(draws.SameForEveryLayer), "layers share a stream"),
+        Specimen("uniform noise", "noise", plain(draws.UniformNoise), "right variance, wrong distribution"),
+        Specimen("seeded by the step", "noise", plain(draws.SeededByStep), "every run draws the same noise at step k"),
+        Specimen("tails cut", "noise", plain(draws.CutTails), "noise ends at two standard deviations"),
+        Specimen("noise in 16 bits", "noise", plain(draws.NoiseInHalfPrecision), "value and noise are rounded to eight bits"),
         Specimen("poisson", "sampler", sampler(PoissonSampler)),
-        Specimen("rate of the loader", "sampler", sampler(bad.RateOfTheLoader), "q = 1/⌈N/B⌉, not B/N"),
-        Specimen("with replacement", "sampler", sampler(bad.WithReplacement), "a record may be in a batch twice"),
-        Specimen("no record twice running", "sampler", sampler(bad.SkipsRecordsOfTheLastBatch), "who was drawn last time sits out"),
+        Specimen("rate of the loader", "sampler", sampler(draws.RateOfTheLoader), "q = 1/⌈N/B⌉, not B/N"),
+        Specimen("with replacement", "sampler", sampler(draws.WithReplacement), "a record may be in a batch twice"),
+        Specimen("no record twice running", "sampler", sampler(draws.SkipsRecordsOfTheLastBatch), "who was just drawn sits out"),
         Specimen("shuffled", "sampler", sampler(ShuffledBatches)),
-        Specimen("fixed batches as poisson", "sampler", sampler(bad.FixedBatchesAsPoisson), "shuffled batches claim amplification"),
-        Specimen("no empty batch", "sampler", sampler(bad.NoEmptyBatch), "empty batches are filled up"),
-        Specimen("truncated batch", "sampler", sampler(bad.TruncatedBatch), "large batches lose their last records"),
-        Specimen("same batches every epoch", "sampler", sampler(bad.SameBatchesEveryEpoch), "draws repeat"),
-        Specimen("draws again after resume", "sampler", sampler(bad.DrawsAgainAfterResume), "a resumed run repeats its batches"),
-        Specimen("rate understated", "sampler", sampler(bad.RateUnderstated), "twice the claimed rate"),
+        Specimen("fixed batches as poisson", "sampler", sampler(draws.FixedBatchesAsPoisson), "shuffled, but amplified"),
+        Specimen("no empty batch", "sampler", sampler(draws.NoEmptyBatch), "empty batches are filled up"),
+        Specimen("truncated batch", "sampler", sampler(draws.TruncatedBatch), "large batches lose their last records"),
+        Specimen("same batches every epoch", "sampler", sampler(draws.SameBatchesEveryEpoch), "draws repeat"),
+        Specimen("draws again after resume", "sampler", sampler(draws.DrawsAgainAfterResume), "a resumed run repeats its batches"),
+        Specimen("rate understated", "sampler", sampler(draws.RateUnderstated), "twice the claimed rate"),
         Specimen("selective update", "companion", SelectiveUpdate),
-        Specimen("rejections are free", "companion", bad.RejectionsAreFree, "only accepted updates are paid for"),
-        Specimen("change not clipped", "companion", bad.ChangeNotClipped, "one loss decides alone"),
-        Specimen("mean over realised judges", "companion", bad.MeanOverRealisedJudges, "divided by the realised sample"),
-        Specimen("judges are the batch", "companion", bad.JudgesAreTheBatch, "the second sample is the first one"),
+        Specimen("rejections are free", "companion", judges.RejectionsAreFree, "only accepted updates are paid for"),
+        Specimen("change not clipped", "companion", judges.ChangeNotClipped, "one loss decides alone"),
+        Specimen("mean over realised judges", "companion", judges.MeanOverRealisedJudges, "divided by the realised sample"),
+        Specimen("judges are the batch", "companion", judges.JudgesAreTheBatch, "the second sample is the first one"),
         Specimen("importance sampling", "companion", ImportanceSampling),
-        Specimen("rates share a sum", "companion", bad.RatesShareASum, "one record moves every other's rate"),
-        Specimen("rate above the price", "companion", bad.RateAboveThePrice, "drawn more often than is paid for"),
-        Specimen("importance draws repeat", "companion", bad.DrawsRepeat, "the same draws after seven steps"),
-        Specimen("linear rule", "layer rule", lambda: bad.with_rule(nn.Linear, None)),
-        Specimen("bias forgotten", "layer rule", lambda: bad.with_rule(bad.NormWithoutBias, bad.forgets_bias),
+        Specimen("rates share a sum", "companion", judges.RatesShareASum, "one record moves every other's rate"),
+        Specimen("rate above the price", "companion", judges.RateAboveThePrice, "drawn more often than is paid for"),
+        Specimen("importance draws repeat", "companion", judges.DrawsRepeat, "the same draws after seven steps"),
+        Specimen("linear rule", "layer rule", lambda: rules.with_rule(nn.Linear, None)),
+        Specimen("bias forgotten", "layer rule", lambda: rules.with_rule(rules.NormWithoutBias, rules.forgets_bias),
                  "the rule forgets the bias"),
-        Specimen("mean over tokens", "layer rule", lambda: bad.with_rule(bad.MeanOverTokens, bad.averages_tokens),
+        Specimen("mean over tokens", "layer rule", lambda: rules.with_rule(rules.MeanOverTokens, rules.averages_tokens),
                  "tokens averaged, not summed"),
-        Specimen("no cross terms", "layer rule", lambda: bad.with_rule(nn.Linear, bad.adds_up_norms),
+        Specimen("no cross terms", "layer rule", lambda: rules.with_rule(nn.Linear, rules.adds_up_norms),
                  "norms as if tokens were orthogonal"),
         Specimen("session", "session", Session),
         Specimen("mean in 16 bits", "session", trainers.MeanInHalfPrecision, "16-bit gradients divided by the realised batch"),
@@ -212,12 +216,12 @@ def zoo() -> list[Specimen]:
         Specimen("entropy written down", "restart", trainers.EntropyInTheCheckpoint, "unseeded noise comes again after resume"),
         Specimen("one stream for all runs", "restart", trainers.OneStreamForAll, "runs that differ share their noise"),
         Specimen("spectral convolution", "bounds", lambda: (lambda: lip.SpectralConv2d(1, 2, 3, bias=True), (1, 5, 5))),
-        Specimen("bias bound without area", "bounds", lambda: (lambda: bad.BiasBoundWithoutArea(1, 2, 3, bias=True), (1, 5, 5)),
+        Specimen("bias bound without area", "bounds", lambda: (lambda: rules.BiasBoundWithoutArea(1, 2, 3, bias=True), (1, 5, 5)),
                  "bias bound without √(HW)"),
-        Specimen("overlap forgotten", "bounds", lambda: (lambda: bad.OverlapForgotten(1, 2, 3, bias=True), (1, 5, 5)),
+        Specimen("overlap forgotten", "bounds", lambda: (lambda: rules.OverlapForgotten(1, 2, 3, bias=True), (1, 5, 5)),
                  "kernel bound without overlapping windows"),
         Specimen("spectral dense", "bounds", lambda: (lambda: lip.SpectralDense(5, 4), (5,))),
-        Specimen("power iteration", "bounds", lambda: (lambda: bad.PowerIterationNorm(5, 4), (5,)), "a norm from below"),
+        Specimen("power iteration", "bounds", lambda: (lambda: rules.PowerIterationNorm(5, 4), (5,)), "a norm from below"),
     ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Broken training sessions: mistakes of loops and trainers, each a few lines away from `Session`.
-
-Which of them are broken is written in `zoo` alone.
-"""
+"""Broken training sessions: mistakes of loops and trainers, each a few lines away from `Session`."""
 
 from __future__ import annotations
 
