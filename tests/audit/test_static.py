@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 from erlangen.audit import static
+from erlangen.audit.flow import adversarial
 from erlangen.audit.verdict import CONSISTENT, corrected, overall
 from erlangen.gradients.registry import registered, registered_by_name
 from erlangen.mechanisms import mechanisms
@@ -40,3 +44,20 @@ def test_nothing_escapes():
 
 
 AUDITS = ("flow", "session", "clipping", "constants", "sampler", "companion", "layer rule")
+
+
+def test_hostile_gradients_are_of_every_kind():
+    """What each mechanism meets: NaN, ±∞, denormal, huge and exactly C, alone and among others, in three precisions."""
+    shapes, bound = {"w": torch.Size([3, 2]), "b": torch.Size([3])}, 0.7
+    pairs = list(adversarial(shapes, bound))
+    canaries = [(torch.cat([g.flatten() for g in p.canary.values()]), len(p.others["w"])) for p in pairs]
+    finite = [(v, float(v.double().norm()), others) for v, others in canaries if bool(v.isfinite().all())]
+    tiny = torch.finfo(torch.float32).tiny
+    assert any(bool(v.isnan().any()) for v, _ in canaries)
+    assert {float(v[v.isinf()][0]) for v, _ in canaries if bool(v.isinf().any())} == {math.inf, -math.inf}
+    assert any(0 < float(v.abs().max()) < tiny for v, _, _ in finite)
+    assert any(size >= 1e18 for _, size, _ in finite)
+    assert any(v.dtype == torch.float32 and abs(size - bound) < 1e-6 for v, size, _ in finite)
+    assert {v.dtype for v, _ in canaries} == {torch.float32, torch.float64, torch.bfloat16}
+    assert any(v.dtype == torch.bfloat16 and bool(v.isnan().any()) for v, _ in canaries)
+    assert {others for _, others in canaries} >= {0, 5, 40}
