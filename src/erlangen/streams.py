@@ -77,5 +77,5 @@ def secure_words(count: int) -> torch.Tensor:
 
 
 def secure_uniform(count: int) -> torch.Tensor:
-    """Uniform float64 on the grid (k + ½)·2⁻⁵³, never 0 or 1."""
-    return ((secure_words(count) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    """Uniform float64 on the grid (k + ½)·2⁻⁵², never 0 or 1: with one bit more the largest would be rounded to 1."""
+    return ((secure_words(count) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52

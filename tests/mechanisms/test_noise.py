@@ -84,3 +84,13 @@ def test_per_coordinate_std():
         z = torch.stack([source.perturb(torch.zeros(3), std) for _ in range(500)])
         assert torch.equal(z[:, 0], torch.zeros(500))
         assert float(z[:, 2].std()) == pytest.approx(100, rel=0.2)
+
+
+@pytest.mark.parametrize("word", [0, -1])
+def test_secure_uniforms_are_never_zero_or_one(monkeypatch, word):
+    """At the ends of the range of words; a uniform of 1 would be a normal of infinite size elsewhere."""
+    from erlangen import streams
+
+    monkeypatch.setattr(streams, "secure_words", lambda count: torch.full((count,), word, dtype=torch.int64))
+    u = streams.secure_uniform(3)
+    assert bool(((u > 0) & (u < 1)).all())
