@@ -213,11 +213,18 @@ def moved(a: Sequence[Draw], b: Sequence[Draw]) -> tuple[str | None, float]:
     return None, math.sqrt(max(total.values(), default=0.0))
 
 
+class Refused(Exception):
+    """This combination of options is not offered."""
+
+
 def attacked(
     options: Options, dataset: Dataset, neighbour: Dataset, kind: type[Session] = Session
 ) -> tuple[str | None, float]:
     """(what leaks, or None; the sensitivity relative to the claim, of gradient or decisions, whichever is larger)."""
-    with_record, without = (session_of(options, data, kind) for data in (dataset, neighbour))
+    try:
+        with_record, without = (session_of(options, data, kind) for data in (dataset, neighbour))
+    except (ValueError, TypeError) as error:
+        raise Refused(str(error)) from error
     claim = Claim.of(with_record.training.mechanism.event(), 1e-5)
     if claim.empty:
         return None, 0.0
@@ -255,7 +262,7 @@ def audit_sessions(name: str, index: int | None, mechanism: Options, kind: type[
         nonlocal ran, refused, worst, where
         try:
             leak, found = attacked(options, *pair(), kind)
-        except (ValueError, TypeError) as error:  # this combination is not offered
+        except Refused as error:
             refused = str(error)
             return None
         ran += 1
