@@ -55,6 +55,24 @@ def test_a_report_in_plain_words(capsys, tmp_path):
     assert "does not hold" in stderr
 
 
+def test_mechanisms_are_compared_on_patients(capsys, tmp_path):
+    """The options for one's own images are those of `erlangen train`."""
+    from tests.deploy.test_predict import write_digits
+
+    for path in (write_digits(tmp_path / "scans", 120) / "test").rglob("*.png"):  # no patient on both sides
+        path.rename(path.with_name("q" + path.name[1:]))
+    code, stdout, stderr = here(
+        capsys, "compare", "--data", str(tmp_path / "scans"), "--unit", "patient", "--unit-pattern", r"^([pq]\d+)_", "--image-size",
+        "6", "--mechanism", "iso", "--epsilon", "6", "--seeds", "1", "--trials", "0", "--jobs", "1", "--model", "logistic",
+        "--steps", "2", "--batch", "8", "--out", str(tmp_path / "grid"), "--json",
+    )  # fmt: skip
+    assert code == 0, stderr
+    [folder] = [tmp_path / "grid" / name for name in json.loads(stdout)["runs"]]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["guarantee"]["unit"] == "patient"
+    assert summary["data"]["input_shape"] == [1, 6, 6]
+
+
 @pytest.mark.slow
 def test_from_grid_to_report(tmp_path):
     out = tmp_path / "grid"

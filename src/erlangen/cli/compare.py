@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from erlangen.cli.data import CHANNELS, IMAGE_SIZE, SKIP_BAD, UNIT_CSV, UNIT_PATTERN, WHITE, data_options
+
 #: the networks that Clipless can train are not those of the others
 LIPSCHITZ = "lipschitz-mlp"
 
@@ -34,6 +36,12 @@ def compare(
         [], help="MECHANISM=NETWORK where it differs. Default clipless=lipschitz-mlp."
     ),
     unit: str | None = typer.Option(None, help="What names each record's patient or group."),
+    unit_pattern: str | None = UNIT_PATTERN,
+    unit_csv: str | None = UNIT_CSV,
+    image_size: str | None = IMAGE_SIZE,
+    channels: str | None = CHANNELS,
+    white: float | None = WHITE,
+    skip_bad: bool = SKIP_BAD,
     steps: int | None = typer.Option(None, help="Number of steps."),
     batch: int | None = typer.Option(None, help="Expected batch size (units of privacy)."),
     device: str | None = typer.Option(None, help="cpu, cuda or auto."),
@@ -55,7 +63,8 @@ def compare(
         require_ray()
     names = _list(mechanism)
     given = {"data": data, "model": model, "unit": unit, "steps": steps, "batch": batch, "device": device}
-    values = {key: value for key, value in given.items() if value is not None}
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    values["data_options"] = data_options(unit_pattern, unit_csv, image_size, channels, white, skip_bad)
     base = TrainConfig.from_dict({**values, **dict(_assignment(text) for text in set_)})
     spec = Comparison(
         base, tuple(names), tuple(_numbers(epsilon)), seeds, trials, held_out, accounted, _models(model_for, base.model, names)

@@ -32,7 +32,7 @@ Watch = Callable[[str, int, int], None]
 
 NOT_TUNED = "No setting was tuned: every mechanism ran with the given options."
 NOT_ACCOUNTED = (
-    "Each mechanism's two settings were chosen at each ε by {trials} trials on held-out training records. The ε of this table "
+    "Each mechanism's two settings were chosen at each ε by {trials} on held-out training records. The ε of this table "
     "covers the final runs only, NOT this choice: before a model tuned on the same private data is released the search must be "
     "paid for (--accounted shows what that costs), or be done on public data."
 )
@@ -79,7 +79,9 @@ class Comparison:
     def words(self) -> str:
         if not self.trials:
             return NOT_TUNED
-        return (ACCOUNTED if self.accounted else NOT_ACCOUNTED).format(trials=self.trials)
+        if self.accounted:
+            return ACCOUNTED.format(trials=self.trials)
+        return NOT_ACCOUNTED.format(trials=f"{self.trials} trial{'' if self.trials == 1 else 's'}")
 
 
 @dataclass(frozen=True)
