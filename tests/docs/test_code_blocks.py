@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from erlangen.cli.main import app
 from erlangen.experiments.presets import tables
 from erlangen.mechanisms import base
+from erlangen.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/*/*.md"))]
@@ -63,3 +65,8 @@ def test_the_docs_name_every_table_and_figure():
     page = (ROOT / "docs" / "reproduce.md").read_text()
     listed = page.split("|---|---|")[1].split("Beside them")[0]
     assert set(re.findall(r"`([a-z]+-\w+)`", listed)) == set(tables())
+
+
+def test_the_docs_name_every_option_of_a_run():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert [f.name for f in dataclasses.fields(TrainConfig) if f"`{f.name}`" not in page] == []
