@@ -211,7 +211,7 @@ class Task:
         )  # fmt: skip
         values = {**values, **_method(name), **changes}
         lr = self.length(name, sigma) / values["max_grad_norm"] * (1 - values["momentum"])
-        return TrainConfig(lr=lr, **values)
+        return TrainConfig(**{"lr": lr, **values})
 
 
 def _epochs(records: int, epochs: int = 20) -> dict[int, int]:
@@ -306,10 +306,11 @@ def _panel(panel: str, sigma: float, batch: int, betas: tuple[float, ...]) -> li
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("no noise", "DP", {"noise_multiplier": 0.0}),
         *((name, name, {}) for name in ("DP", "DP+momentum", "DP+AUTO-S")),
+        ("DP C=10", "DP", {"max_grad_norm": 10.0, "lr": 0.16}),  # the best of three bounds at either σ
         *((f"GeoDP as published β={b:g}", "GeoDP", {"mechanism_options": published(b)}) for b in betas),
         *((name, name, {}) for name in ("direction", "shrink")),
     ]
-    rivals = tuple(f"{where} {name}" for name in ("DP", "DP+momentum", "DP+AUTO-S"))
+    rivals = tuple(f"{where} {name}" for name in ("DP", "DP C=10", "DP+momentum", "DP+AUTO-S"))
     return [
         Cell(
             f"{where} {label}", dataclasses.replace(task.config(name, batch, sigma, **changes), evaluations=35),
