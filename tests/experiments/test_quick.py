@@ -27,6 +27,7 @@ def nothing_here(monkeypatch, tmp_path):
     monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ERLANGEN_OFFLINE", "1")
+    releases.cifar10.cache_clear()  # other tests may have loaded a small one
 
 
 def reproduce(*arguments):
