@@ -224,13 +224,13 @@ def test_time_major_sequences():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    owners=st.integers(1, 3), views=st.integers(1, 3), channels=st.integers(1, 3), out=st.integers(1, 3),
+    owners=st.integers(1, 3), views=st.integers(1, 3), channels=st.integers(1, 8), out=st.integers(1, 3),
     kernel=st.integers(1, 3), stride=st.integers(1, 3), padding=st.integers(0, 2), dilation=st.integers(1, 2),
     last=st.booleans(),
 )  # fmt: skip
 def test_all_ways_of_forming_a_kernel_gradient_agree(owners, views, channels, out, kernel, stride, padding, dilation, last):
-    """Owner by owner, one grouped convolution, im2col: each is the fastest somewhere."""
-    from erlangen.gradients.pieces import Dense
+    """Owner by owner, and im2col with positions or channels innermost: each is the fastest somewhere."""
+    from erlangen.gradients.pieces import Dense, gram_norms
     from erlangen.gradients.rules.conv import Conv, Geometry
 
     torch.manual_seed(0)
@@ -242,10 +242,13 @@ def test_all_ways_of_forming_a_kernel_gradient_agree(owners, views, channels, ou
     piece = Conv(x, d, views, weight.shape, geometry)
     want = piece._dense_by_owner()
     mix = torch.rand(owners, dtype=torch.float64)
-    for got in (piece._dense_by_groups(), piece._dense_by_windows()):
+    by_tap = piece.by_tap().unflatten(2, (kernel, kernel)).movedim(-1, 2)
+    gram = gram_norms(*piece.windows()), gram_norms(*piece.windows_last())
+    for got, norms in zip((piece._dense_by_windows(), by_tap), gram, strict=True):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(Dense(got).weighted_sum(mix), torch.einsum("n,n...->...", mix, want))
         torch.testing.assert_close(Dense(got).norms_squared(), want.flatten(1).square().sum(1))
+        torch.testing.assert_close(norms, want.flatten(1).square().sum(1))
 
 
 def test_three_bfloat16_parts_are_a_float32_number():

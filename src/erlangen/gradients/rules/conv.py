@@ -29,6 +29,8 @@ from erlangen.gradients.tape import Tape
 
 #: flops of one owner's kernel gradient below which calling the native kernel per owner costs more than it computes
 SMALL_OWNER = 2e6
+#: channels from which on im2col with channels innermost copies in runs that are worth it, on a CPU
+LONG_RUN = 6
 
 _PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -94,15 +96,14 @@ class Conv(Piece):
 
     def dense(self) -> Tensor:
         """Measured: on a GPU im2col and one batched product; on a CPU the native kernel owner by owner, unless owners
-        are so small that its overhead counts, and then one grouped convolution for all of them."""
+        are so small that its overhead counts."""
         if self.geometry.transposed or not self.count:
             return self._dense_by_owner()
         if self.has_kernel():
             return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
-        if self.x.is_cuda:
-            return self._dense_by_windows()
         flops = 2 * self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape)
-        return self._dense_by_groups() if flops < SMALL_OWNER and self.geometry.groups == 1 else self._dense_by_owner()
+        small = flops < SMALL_OWNER and self.geometry.groups == 1
+        return self._dense_by_windows() if self.x.is_cuda or small else self._dense_by_owner()
 
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
@@ -146,25 +147,11 @@ class Conv(Piece):
         return out
 
     def _dense_by_windows(self) -> Tensor:
-        if self.geometry.groups > 1:
+        if self.geometry.groups > 1 or (self.shape[1] < LONG_RUN and not self.x.is_cuda):
             return torch.cat([d.mT @ a for a, d in map(Conv.windows, self.chunks())]).view(self.count, *self.shape)
         parts = [part.by_tap() for part in self.chunks()]
         g = parts[0] if len(parts) == 1 else torch.cat(parts)
         return g.unflatten(2, self.geometry.kernel).movedim(-1, 2)
-
-    def _dense_by_groups(self) -> Tensor:
-        """∂W[o, c] is the correlation of input channel c with cotangent o: rows become groups, stride and dilation swap."""
-        g, rows, (outputs, inputs) = self.geometry, self.x.shape[0], self.shape[:2]
-        kernels = self.d.reshape(rows * outputs, 1, *self.d.shape[2:])
-        maps = _PLAIN[len(g.kernel)](self.x.transpose(0, 1), kernels, None, g.dilation, g.padding, g.stride, rows)
-        maps = (
-            maps.unflatten(1, (self.count, self.views, outputs)).sum(2)
-            if self.views > 1
-            else maps.unflatten(1, (rows, outputs))
-        )
-        for axis, size in enumerate(g.kernel, start=3):  # a stride that does not divide leaves a longer tail
-            maps = maps.narrow(axis, 0, size)
-        return maps.movedim(0, 2).reshape(self.count, outputs, inputs, *g.kernel)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         if self.measured_formed:
@@ -193,7 +180,9 @@ class Conv(Piece):
 
     def gram(self) -> Tensor:
         (x, size_x), (d, size_d) = unit_scale(self.x, self.count), unit_scale(self.d, self.count)
-        norms = gram_norms(*Conv(x, d, self.views, self.shape, self.geometry).windows())
+        scaled = Conv(x, d, self.views, self.shape, self.geometry)
+        last = self.geometry.groups == 1 and self.shape[1] >= LONG_RUN
+        norms = gram_norms(*(scaled.windows_last() if last else scaled.windows()))
         return rescaled(norms.view(self.count, self.geometry.groups).sum(1), size_x, size_d)
 
     def windows(self) -> tuple[Tensor, Tensor]:
