@@ -58,8 +58,8 @@ def test_canaries_leave_the_run_as_it_was():
 @pytest.mark.slow
 def test_run_canaries_bound_the_whole_run():
     session = Session(TrainConfig(**{**CONFIG.__dict__, "noise_multiplier": 0.7}), run_id="whole")
-    release, run, one = canaries.audit_run(session, "run", release=20, run=500)
-    assert VIOLATED not in {release.verdict, run.verdict, one.verdict}
+    release, noise, run, one = canaries.audit_run(session, "run", release=20, run=500)
+    assert VIOLATED not in {release.verdict, noise.verdict, run.verdict, one.verdict}
     assert 0.3 * run.claim < run.gdp_lower_bound["95%"] < run.claim
     assert 0 < one.lower_bound["95%"] < one.claim
 

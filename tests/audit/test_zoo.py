@@ -47,8 +47,8 @@ def test_the_zoo_leaves_the_registry_as_it_was():
     assert registered() == before
 
 
-#: mistakes that one release does not show: the state of the next one does, or the price is wrong by half a percent
-NOT_IN_ONE_RELEASE = {"count released as it is"}
+#: mistakes that single releases of few records do not show in 3,000 trials: the next release does, or the static audit
+NOT_IN_ONE_RELEASE = {"count released as it is", "bound moves first", "divided by the length"}
 
 
 @pytest.mark.slow
