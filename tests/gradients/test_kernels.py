@@ -270,3 +270,15 @@ def test_joined_layers_in_ordinary_training_give_the_ordinary_gradients(forced):
     for p, w in zip(model.parameters(), wanted, strict=True):
         close(p.grad, w, 1e-4)
     assert type(copy.deepcopy(model)[1].forward) is types.MethodType
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_transposed_convolution_is_not_taken_for_an_ordinary_one(forced, stride):
+    """Its gradients are formed by the native kernel, of the same values that are measured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose2d(16, 16, 3, stride, 1), nn.Flatten(), nn.LazyLinear(4)).to(DEVICE)
+    x, y = channels_last(4, 16, 6, 6), torch.randint(0, 4, (4,), device=DEVICE)
+    model(x)
+    found = recorded(model, x, y, 1, autocast=True)
+    exact = recorded(copy.deepcopy(model).double(), x.double(), y, 1, autocast=False)
+    close(found.dense("0.weight"), exact.dense("0.weight"), 0.05)

@@ -79,16 +79,8 @@ class Conv(Piece):
 
     @property
     def euclidean_only(self) -> bool:  # type: ignore[override]
-        """Whether kernels take norms and sums of gradients that are never stored: 16-bit matrix units, few positions."""
-        return (
-            self.count > 0
-            and usable(self.x, self.d)
-            and self.d.dtype in HALF
-            and len(self.geometry.kernel) == 2
-            and self.geometry.groups == 1
-            and not self.geometry.transposed
-            and conv_unformed.cheaper(self.views * math.prod(self.d.shape[2:]), self.shape[1], self.shape[0])
-        )
+        """Whether kernels take norms and sums of gradients that are never stored: few positions."""
+        return self._for_kernels() and conv_unformed.cheaper(*self._sizes())
 
     @property
     def guarded(self) -> bool:  # type: ignore[override]
@@ -127,17 +119,19 @@ class Conv(Piece):
         return g.kernel, g.stride, g.padding, g.dilation
 
     def has_kernel(self) -> bool:
-        """Whether the fused kernel serves these shapes: 16-bit matrix units, two dimensions, maps large enough."""
-        tokens = self.views * math.prod(self.d.shape[2:])
-        return (
-            self.count > 0
-            and usable(self.x, self.d)
-            and self.d.dtype in HALF
-            and len(self.geometry.kernel) == 2
-            and self.geometry.groups == 1
-            and math.prod((*self.geometry.kernel, *self.geometry.stride)) > 1  # 1×1: a product without any copy
-            and conv_gradient.worth_it(tokens, self.shape[1], self.shape[0])
-        )
+        """Whether the fused kernel serves these shapes: maps large enough, and not 1×1, a product without any copy."""
+        single = math.prod((*self.geometry.kernel, *self.geometry.stride)) == 1
+        return not single and self._for_kernels() and conv_gradient.worth_it(*self._sizes())
+
+    def _for_kernels(self) -> bool:
+        """16-bit matrix units and an ordinary convolution in the plane."""
+        g = self.geometry
+        plain = len(g.kernel) == 2 and g.groups == 1 and not g.transposed
+        return plain and self.count > 0 and self.d.dtype in HALF and usable(self.x, self.d)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Positions of an owner, input channels, output channels."""
+        return self.views * math.prod(self.d.shape[2:]), self.shape[1], self.shape[0]
 
     def _dense_by_owner(self) -> Tensor:
         out = self.d.new_empty(self.count, *self.shape)
