@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from erlangen.models.lipschitz import lipschitz_vgg
+from tests.scripts import script
 
-SOURCE = Path(__file__).parents[2] / "benchmarks" / "clipless.py"
-spec = importlib.util.spec_from_file_location("clipless_benchmark", SOURCE)
-assert spec is not None
-assert spec.loader is not None
-benchmark = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(benchmark)
+benchmark = script("clipless")
 
 
 @pytest.fixture

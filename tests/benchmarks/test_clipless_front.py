@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from erlangen.experiments.clipless import EPSILONS, FRONTS
+from tests.scripts import script
 
-SOURCE = Path(__file__).parents[2] / "benchmarks" / "clipless_front.py"
-spec = importlib.util.spec_from_file_location("clipless_front", SOURCE)
-assert spec is not None
-assert spec.loader is not None
-front = importlib.util.module_from_spec(spec)
-sys.modules["clipless_front"] = front  # dataclasses look their module up
-spec.loader.exec_module(front)
+front = script("clipless_front")
 
 
 @pytest.fixture

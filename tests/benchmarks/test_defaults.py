@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "benchmarks" / "defaults.py"
-spec = importlib.util.spec_from_file_location("defaults_study", SOURCE)
-assert spec is not None
-assert spec.loader is not None
-defaults = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(defaults)
+from tests.scripts import script
+
+defaults = script("defaults")
 
 
 def row(variant: str, seed: int, accuracy: float) -> dict:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +14,7 @@ import torch
 import erlangen.training.ensemble
 from erlangen.accounting import epsilon, gaussian, poisson
 from erlangen.data.base import Dataset
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
+from tests.scripts import script
 
 tasks = script("gredp_geodp_tasks")
 bench = script("gredp_geodp")

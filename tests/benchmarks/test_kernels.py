@@ -1,11 +1,10 @@
 """The benchmark that chooses tiles: it refuses kernels that break their promise, and keeps the fastest of the others."""
 
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.scripts import script
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
 
@@ -15,10 +14,7 @@ from erlangen.gradients.kernels import conv_unformed, tuned
 if not kernels.INTERPRETED:
     pytest.skip("the interpreter is for machines without a GPU; on others run the benchmark", allow_module_level=True)
 
-path = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
-spec = importlib.util.spec_from_file_location("benchmark_kernels", path)
-bench = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+bench = script("kernels")
 
 LAYER, CENTRED = bench.Layer("a network", 16, 16, 2), bench.Layer("a network", 16, 16, 2, 1, 2, centred=True)
 

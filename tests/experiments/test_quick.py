@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +15,7 @@ from erlangen.experiments import Cell, Preset, presets, releases
 from erlangen.experiments.presets import QUICK_BATCH, QUICK_CELLS, QUICK_STEPS, QUICK_VIEWS, spread, tables
 from erlangen.experiments.quick import SIDE, said, stand_in, stand_ins
 from erlangen.training.config import TrainConfig
+from tests.scripts import script
 
 PAPERS = {"rep": 3, "eq": 10, "geodp": 7, "clipless": 3, "gredp": 6}
 
@@ -132,11 +131,6 @@ def test_parts_of_a_table_do_not_share_a_folder(nothing_here, tmp_path, monkeypa
 @pytest.mark.parametrize("name", list(tables()))
 def test_every_quick_form_finishes(name):
     """`benchmarks/quick.py` does the same for all of them, several at a time, and prints their seconds."""
-    spec = importlib.util.spec_from_file_location("quick_benchmark", Path(__file__).parents[2] / "benchmarks" / "quick.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = module.run(name, threads=len(os.sched_getaffinity(0)), limit=900)
+    found = script("quick").run(name, threads=len(os.sched_getaffinity(0)), limit=900)
     assert found["says_no_result"], found["error"]
     assert found["rows"]

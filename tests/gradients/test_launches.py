@@ -4,13 +4,13 @@ Counted without a GPU: the operations that PyTorch would launch (views left out)
 """
 
 import argparse
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.scripts import script
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
 
@@ -21,9 +21,7 @@ if not kernels.INTERPRETED:
 
 from triton.runtime.interpreter import InterpretedFunction
 
-spec = importlib.util.spec_from_file_location("benchmark_gpu", Path(__file__).parents[2] / "benchmarks" / "gpu.py")
-gpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gpu)
+gpu = script("gpu")
 
 #: operations that only make another view of the same memory, or another dtype's name
 FREE = ("view", "permute", "aten.t.", "transpose", "squeeze", "detach", "slice", "select", "expand", "as_strided", "alias",
