@@ -164,7 +164,7 @@ def test_every_row_has_the_gradient_of_its_own_model(name):
                 p.add_(0.1 * torch.randn_like(p))
     x, y = torch.randn(6, 2, 8, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
     stack = Stack(models, 2)
-    gradients = stack.backward(stack(x), y)
+    gradients = stack.dense(stack.backward(stack(x), y))
     for k, model in enumerate(models):
         rows = slice(2 * k, 2 * k + 2)
         torch.testing.assert_close(stack(x)[rows], model(x[rows]), rtol=1e-8, atol=1e-10)
@@ -442,5 +442,5 @@ def test_an_unseeded_ensemble_neither_writes_down_nor_repeats_its_noise():
     assert state["noise"] is None
     second = Ensemble([config, config])
     second.load_state_dict(state)
-    draws = [torch.empty(100).normal_(generator=e.generator) for e in (first, second)]
+    draws = [torch.empty(100, device=e.device).normal_(generator=e.generator) for e in (first, second)]
     assert not torch.equal(*draws)

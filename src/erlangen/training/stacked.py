@@ -2,13 +2,14 @@
 
 E models act on E·P rows, P consecutive rows each: one skeleton module runs, and its layers with parameters are replaced
 by products that are batched over the models. The backward pass leaves the gradient of every row w.r.t. the parameters of
-its own model in one matrix [E, P, d]. Layers without a batched form run under `torch.func` with a copy of the
-parameters per row. Maps lie channels-last, so that a convolution's windows are runs of memory.
+its own model in one piece per parameter (`stacked_rows`). Layers without a batched form run under `torch.func` with a
+copy of the parameters per row. Maps lie channels-last, so that a convolution's windows are runs of memory.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,15 +20,29 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from erlangen.gradients.attach import plan
+from erlangen.training.stacked_rows import Formed, Rows, Taps
 
 LayerBuilder = Callable[["Stack", nn.Module, Mapping[str, str]], "StackedLayer"]
 
 
 class StackedLayer(ABC):
-    """One layer of all the models. ``names`` maps its own parameter names to those in the whole model."""
+    """One layer of all the models. ``names`` maps its own parameter names to those in the whole model.
+
+    The module owns the layer, and the stack owns the module: the layer only knows of them, so that all go together.
+    """
 
     def __init__(self, stack: Stack, module: nn.Module, names: Mapping[str, str]) -> None:
-        self.stack, self.module, self.names = stack, module, dict(names)
+        self._stack, self._module, self.names = weakref.ref(stack), weakref.ref(module), dict(names)
+
+    @property
+    def stack(self) -> Stack:
+        stack = self._stack()
+        assert stack is not None
+        return stack
+
+    @property
+    def module(self) -> Any:
+        return self._module()
 
     def parameter(self, local: str) -> Tensor | None:
         """[E, *shape], the same for all models where it is frozen; None where the layer has none."""
@@ -41,10 +56,11 @@ class StackedLayer(ABC):
         assert weight is not None
         return weight
 
-    def record(self, local: str, rows: Tensor) -> None:
-        """The gradients of every row, [E·P, *shape]."""
+    def record(self, local: str, rows: Tensor | Rows, order: Taps | None = None) -> None:
+        """The gradients of every row, [E·P, *shape] unless stored in another ``order``."""
         if local in self.names:
-            self.stack.record(self.names[local], rows)
+            piece = rows if isinstance(rows, Rows) else Formed(self.stack.models, rows, order)
+            self.stack.record(self.names[local], piece)
 
     @abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
@@ -74,9 +90,9 @@ class _Act(torch.autograd.Function):
 
 
 class Stack:
-    """E models as one: parameters in one matrix ``flat`` [E, d], per-row gradients in ``gradients`` [E, P, d].
+    """E models as one: parameters in one matrix ``flat`` [E, d] of float32 or more.
 
-    ``precision`` is the dtype of activations and products; parameters and gradients are kept in float32 (or more).
+    ``precision`` is the dtype of activations and products, and so of the rows' gradients where a product forms them.
     """
 
     def __init__(self, models: Sequence[nn.Module], rows: int, precision: torch.dtype | None = None) -> None:
@@ -93,8 +109,7 @@ class Stack:
             start = next(reversed(self._slices.values())).stop if self._slices else 0
             self._slices[name] = slice(start, start + shape.numel())
         self.use(self.flat)
-        self.gradients = self.flat.new_zeros(self.models, rows, self.flat.shape[1])
-        self._written: set[str] = set()
+        self._rows: dict[str, Rows] = {}
         self._replace_layers()
 
     def use(self, flat: Tensor) -> None:
@@ -114,27 +129,22 @@ class Stack:
         row = (self.flat if flat is None else flat)[model]
         return {n: row[s].view(self.shapes[n]).clone() for n, s in self._slices.items()}
 
-    def record(self, name: str, rows: Tensor) -> None:
-        target = self.gradients[:, :, self._slices[name]]
-        value = rows.reshape(target.shape)
-        if name in self._written:  # used twice: one gradient, the sum
-            target.add_(value)
-        else:
-            target.copy_(value)
-            self._written.add(name)
+    def record(self, name: str, rows: Rows) -> None:
+        before = self._rows.get(name)  # used twice: one gradient, the sum
+        self._rows[name] = rows if before is None else Formed(self.models, (before.dense() + rows.dense()).flatten(0, 1))
 
-    def place(self, name: str) -> Tensor | None:
-        """Where the rows' gradients of a parameter go, [E·P, *shape], to be written by the caller; None if some are there."""
-        if name in self._written:
-            return None
-        self._written.add(name)
-        return self.gradients.flatten(0, 1)[:, self._slices[name]].unflatten(1, self.shapes[name])
-
-    def backward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Per-row gradients [E, P, d] of the cross-entropy; the matrix is overwritten by the next call."""
-        self._written.clear()
+    def backward(self, logits: Tensor, labels: Tensor) -> dict[str, Rows]:
+        """The gradients of every row's cross-entropy, by parameter; one that had no part in it is missing."""
+        self._rows = {}
         F.cross_entropy(logits.float(), labels, reduction="sum").backward()
-        return self.gradients
+        rows, self._rows = self._rows, {}
+        return rows
+
+    def dense(self, rows: Mapping[str, Rows]) -> Tensor:
+        """[E, P, d] in the order of ``flat``."""
+        count = next(iter(rows.values())).dense().shape[1]
+        nothing = lambda s: self.flat.new_zeros(self.models, count, s.stop - s.start)  # noqa: E731
+        return torch.cat([rows[n].dense() if n in rows else nothing(s) for n, s in self._slices.items()], 2)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows [E·P, C, H, W], those of a model together → logits [E·P, classes]."""

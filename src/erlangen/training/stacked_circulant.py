@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from erlangen.circulant import CirculantConv2d, CirculantLinear, blocks_for, expand
+from erlangen.circulant import CirculantConv2d, blocks_for, expand
 from erlangen.training.stacked import StackedLayer
 
 
@@ -25,8 +25,6 @@ def shifts(block: int, device: torch.device) -> Tensor:
 
 class StackedCirculantLinear(StackedLayer):
     """y = W x with the W of every model; per-row gradients of the first rows."""
-
-    module: CirculantLinear
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
         m = self.module
@@ -59,21 +57,22 @@ class CirculantKernel:
     """A convolution whose channel matrix is block-circulant at every tap."""
 
     def __init__(self, module: CirculantConv2d) -> None:
-        self.module = module
+        self.block_size, self.channels = module.block_size, (module.out_channels, module.in_channels)
         height, width = module.kernel_size
         self.size: tuple[int, int] = (int(height), int(width))
         self.stride, self.padding, self.dilation = (int(n[0]) for n in (module.stride, module.padding, module.dilation))
 
     def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor:
-        m = self.module
-        dense = vmap(expand)(layer.weight())[:, : m.out_channels, : m.in_channels]
+        dense = vmap(expand)(layer.weight())[:, : self.channels[0], : self.channels[1]]
         return dense.permute(0, 3, 4, 2, 1).flatten(1, 3).to(dtype)
 
     def bias(self, layer: StackedLayer) -> Tensor | None:
         return layer.parameter("bias")
 
-    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
-        b, (n, outputs, taps, inputs) = self.module.block_size, rows.shape
+    def pull(self, layer: StackedLayer, rows: Tensor, channels: int) -> None:
+        taps = self.size[0] * self.size[1]
+        rows = rows[..., : taps * channels].reshape(*rows.shape[:2], taps, channels)
+        b, (n, outputs, taps, inputs) = self.block_size, rows.shape
         p, q = blocks_for(outputs, b), blocks_for(inputs, b)
         padded = F.pad(rows, (0, q * b - inputs, 0, 0, 0, p * b - outputs))
         cells = padded.view(n, p, b, taps, q, b).permute(0, 1, 4, 3, 2, 5)  # [N, p, q, taps, r, c]

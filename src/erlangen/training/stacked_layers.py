@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from torch.func import vmap
 
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_circulant import circulant_kernel
+from erlangen.training.stacked_rows import Outer, Taps
 
 if TYPE_CHECKING:
     from erlangen.equivariant import SteerableConv2d
@@ -32,11 +34,8 @@ class StackedLinear(StackedLayer):
     def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
         x, weight = saved
         a, d = (t.to(weight.dtype).reshape(x.shape[0], -1, t.shape[-1]) for t in (x, cotangent))
-        place = self.stack.place(self.names["weight"]) if "weight" in self.names and a.shape[1] == 1 else None
-        if place is None:
-            self.record("weight", torch.bmm(d.mT, a))
-        else:  # an outer product, written once and where it belongs
-            torch.mul(d.mT, a, out=place)
+        one = a.shape[1] == 1
+        self.record("weight", Outer(self.stack.models, d[:, 0], a[:, 0]) if one else torch.bmm(d.mT, a))
         self.record("bias", d.sum(1))
         if not wants_input:
             return None
@@ -56,8 +55,8 @@ class Kernel(Protocol):
 
     def bias(self, layer: StackedLayer) -> Tensor | None: ...
 
-    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
-        """Record gradients w.r.t. the kernel of each row, [N, O, k·k, C]."""
+    def pull(self, layer: StackedLayer, rows: Tensor, channels: int) -> None:
+        """Record gradients w.r.t. the kernel of each row, [N, O, k·k·C and perhaps some zeros]."""
 
     def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
         """Record gradients w.r.t. the bias of every channel of each row, [N, O]."""
@@ -75,8 +74,8 @@ class PlainKernel:
     def bias(self, layer: StackedLayer) -> Tensor | None:
         return layer.parameter("bias")
 
-    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
-        layer.record("weight", rows.transpose(2, 3))
+    def pull(self, layer: StackedLayer, rows: Tensor, channels: int) -> None:
+        layer.record("weight", rows, Taps(rows.shape[1], self.size[0] * self.size[1], channels, rows.shape[2]))
 
     def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
         layer.record("bias", rows)
@@ -86,7 +85,7 @@ class SteerableKernel:
     """The kernel is expanded from coefficients. One pair of representations and a dense basis make one product each way."""
 
     def __init__(self, module: SteerableConv2d) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.size = (module.kernel_size, module.kernel_size)
         self.stride, self.padding, self.dilation = module.stride, module.padding, module.dilation
         self.basis: Tensor | None = None
@@ -98,6 +97,10 @@ class SteerableKernel:
             self.block = blocks[0]
             dense = self.block.dense.view(-1, self.block.d_out, self.block.d_in, self.block.size**2)
             self.basis = dense.transpose(2, 3).flatten(1).contiguous()  # [n, d_out·k·k·d_in], components innermost
+
+    @property
+    def module(self) -> Any:
+        return self._module()
 
     def matrix(self, layer: StackedLayer, dtype: torch.dtype) -> Tensor:
         theta = layer.weight()
@@ -112,9 +115,10 @@ class SteerableKernel:
 
     def bias(self, layer: StackedLayer) -> Tensor | None:
         bias = layer.parameter("bias")
-        return None if bias is None else bias @ self.module.invariants.to(bias).T  # type: ignore[operator]
+        return None if bias is None else bias @ self.module.invariants.to(bias).T
 
-    def pull(self, layer: StackedLayer, rows: Tensor) -> None:
+    def pull(self, layer: StackedLayer, rows: Tensor, channels: int) -> None:
+        rows = by_tap(rows, self.size, channels)
         if self.basis is None:
             layer.record("weight", self._pull_any(layer, rows))
             return
@@ -134,7 +138,7 @@ class SteerableKernel:
 
     def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
         if self.module.bias is not None:
-            layer.record("bias", rows @ self.module.invariants.to(rows))  # type: ignore[operator]
+            layer.record("bias", rows @ self.module.invariants.to(rows))
 
 
 def kernel_of(module: nn.Module) -> Kernel | None:
@@ -148,6 +152,12 @@ def kernel_of(module: nn.Module) -> Kernel | None:
         simple = steerable.groups == 1 and (steerable.padding_mode == "zeros" or not steerable.padding)
         return SteerableKernel(steerable) if simple else None
     return circulant_kernel(module)
+
+
+def by_tap(rows: Tensor, size: tuple[int, int], channels: int) -> Tensor:
+    """[N, O, k·k·C and perhaps some zeros] → [N, O, k·k, C]"""
+    taps = size[0] * size[1]
+    return rows[..., : taps * channels].reshape(*rows.shape[:2], taps, channels)
 
 
 def _square(module: Any) -> tuple[tuple[int, int], int, int, int]:
@@ -180,11 +190,11 @@ class StackedConv(StackedLayer):
 
     def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
         shape, columns, matrix = saved
-        rows, taps = shape[0], self.kernel.size[0] * self.kernel.size[1]
+        rows = shape[0]
+        cotangent = cotangent.contiguous(memory_format=torch.channels_last)  # else rows may start where no unit can load
         d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]; no copy if channels-last
         self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
-        gradient = torch.bmm(d.mT, columns.view(rows, d.shape[1], -1))[..., : taps * shape[1]]
-        self.kernel.pull(self, gradient.reshape(rows, -1, taps, shape[1]))
+        self.kernel.pull(self, torch.bmm(d.mT, columns.view(rows, d.shape[1], -1)), shape[1])
         return self._input_gradient(shape, matrix, cotangent) if wants_input else None
 
     def _input_gradient(self, shape: torch.Size, matrix: Tensor, cotangent: Tensor) -> Tensor:

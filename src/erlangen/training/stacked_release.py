@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,7 @@ from erlangen.mechanisms.frequency import hartley, scales
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
 from erlangen.training.config import ConfigError
+from erlangen.training.stacked_rows import Rows, norms
 
 if TYPE_CHECKING:
     from erlangen.training.stacked import Stack
@@ -63,17 +64,18 @@ class StackedRelease(ABC):
             return self.bound / (norms + self.rule.r / (norms + self.rule.r))
         return (self.bound / norms).clamp(max=1.0)
 
-    def norms(self, gradients: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(gradients, dim=2)
+    def norms(self, gradients: Mapping[str, Rows]) -> Tensor:
+        """[E, P]"""
+        return norms([rows.energy() for rows in gradients.values()], self.bound.dtype)
 
-    def add(self, gradients: Tensor, present: Tensor, total: Tensor) -> None:
-        """Rows [E, P, d] that are ``present`` [E, P]; one that is not finite contributes exactly zero."""
-        norms = self.norms(gradients)
-        drop = ~(present & torch.isfinite(norms))
-        weights = self.row_weights(norms, drop).masked_fill(drop, math.nan)
-        # Not a matrix product: one in reduced precision would round the weights past the bound. A row that is dropped is
-        # all NaN, which nansum takes for zero; no other row can hold one. Two passes over the gradients.
-        total.add_((gradients * weights[..., None]).nansum(1))
+    def add(self, gradients: Mapping[str, Rows], present: Tensor, total: Tensor) -> None:
+        """Rows that are ``present`` [E, P]; one that is not finite contributes exactly zero, and is not read."""
+        found = self.norms(gradients)
+        drop = ~(present & torch.isfinite(found))
+        weights = self.row_weights(found, drop).masked_fill(drop, 0.0)
+        parts = self.stack.split(total)
+        for name, rows in gradients.items():
+            parts[name].add_(rows.weighted_sum(weights))
 
     def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
         return self.weights(norms)
@@ -110,19 +112,21 @@ class StackedGaussian(StackedRelease):
                 frames[name] = (norm, project)
         return frames
 
-    def norms(self, gradients: Tensor) -> Tensor:
-        if not self.frames:
-            return torch.linalg.vector_norm(gradients if self.plain else gradients / self.metric[:, None], dim=2)
-        whitened = gradients if self.plain else gradients / self.metric[:, None]
-        squared = torch.zeros_like(gradients[..., 0])
+    def norms(self, gradients: Mapping[str, Rows]) -> Tensor:
+        metrics = {} if self.plain else self.stack.split(self.metric)
+        energy = lambda name, rows: (  # noqa: E731
+            self._guarded(rows, self.frames[name][0], metrics.get(name))
+            if name in self.frames
+            else rows.energy(metrics.get(name))
+        )
+        return norms([energy(name, rows) for name, rows in gradients.items()], self.bound.dtype)
+
+    def _guarded(self, rows: Rows, matrix: Tensor, metric: Tensor | None) -> Tensor:
+        """‖g·M‖², the norm that guards a filtered kernel."""
+        part = rows.dense() if metric is None else rows.dense() / metric[:, None]
         with exact_float32():
-            for name, part in self.stack.split(whitened).items():
-                if name in self.frames:
-                    matrix = self.frames[name][0]
-                    rows = part.reshape(part.shape[0], -1, matrix.shape[1])
-                    part = (rows @ matrix).view(part.shape)
-                squared += torch.linalg.vector_norm(part, dim=2).square()
-        return squared.sqrt()
+            turned = part.reshape(part.shape[0], -1, matrix.shape[1]) @ matrix
+        return torch.linalg.vector_norm(turned.view(part.shape), dim=2).double().square()
 
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
         noisy = total.addcmul_(self.noise(total, generator), self.std)

@@ -1,0 +1,108 @@
+"""The gradients of every row of a stack, one piece per parameter, kept as they were formed until they are summed.
+
+A piece knows the squared norms of its rows and their weighted sums. Formed gradients stay in the precision and the order
+of the product that made them; norm and sum read exactly those values, so that a row's contribution is at most what was
+measured. The gradient of a linear map on one vector is an outer product and is never formed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from erlangen.gradients.kernels import stacked_rows as kernel
+from erlangen.gradients.kernels import usable
+from erlangen.gradients.pieces import exact_float32
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Kernels [O, C, k·k] stored as [O, k·k·C and some zeros]: the order in which windows lie."""
+
+    outputs: int
+    taps: int
+    channels: int
+    width: int
+
+    def read(self, stored: Tensor) -> Tensor:
+        """[…, O·width] → […, O·C·k·k], the parameter's own order."""
+        entries = stored.unflatten(-1, (self.outputs, self.width))[..., : self.taps * self.channels]
+        return entries.unflatten(-1, (self.taps, self.channels)).transpose(-1, -2).flatten(-3)
+
+    def write(self, values: Tensor, fill: float) -> Tensor:
+        """The other way; ``fill`` where nothing is stored."""
+        entries = values.unflatten(-1, (self.outputs, self.channels, self.taps)).transpose(-1, -2).flatten(-2)
+        return F.pad(entries, (0, self.width - self.taps * self.channels), value=fill).flatten(-2)
+
+
+class Rows(ABC):
+    """Gradients of one parameter: E models, P rows each, d entries."""
+
+    @abstractmethod
+    def energy(self, metric: Tensor | None = None) -> Tensor:
+        """‖g/m‖² of every row, [E, P] in float64; ``metric`` [E, d]."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ_i w_i g_i, [E, d]; rows of weight zero are left out, whatever they hold."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """[E, P, d], in float32 or more."""
+
+
+class Formed(Rows):
+    """Rows that were written down, [E·P, …]."""
+
+    def __init__(self, models: int, values: Tensor, order: Taps | None = None) -> None:
+        self.values = values.reshape(models, values.shape[0] // models, -1).contiguous()
+        self.order = order
+
+    def energy(self, metric: Tensor | None = None) -> Tensor:
+        if metric is not None and self.order is not None:
+            metric = self.order.write(metric, 1.0)
+        fast = usable(self.values) and self.values.dtype != torch.float64
+        return (kernel.energy if fast else kernel.reference_energy)(self.values, metric)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        fast = usable(self.values) and weights.dtype == torch.float32 and self.values.dtype != torch.float64
+        total = (kernel.weighted_sum if fast else kernel.reference_sum)(weights.contiguous(), self.values)
+        return total if self.order is None else self.order.read(total)
+
+    def dense(self) -> Tensor:
+        values = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
+        return values if self.order is None else self.order.read(values)
+
+
+class Outer(Rows):
+    """Rows d aᵀ: ‖d aᵀ‖ = ‖d‖·‖a‖, and the sum is one product in full precision.
+
+    Squares are taken in float64, where those of float32 neither vanish nor overflow.
+    """
+
+    def __init__(self, models: int, d: Tensor, a: Tensor) -> None:
+        self.d, self.a = d.unflatten(0, (models, -1)), a.unflatten(0, (models, -1))
+
+    def energy(self, metric: Tensor | None = None) -> Tensor:
+        d, a = self.d.double().square(), self.a.double().square()
+        if metric is None:
+            return d.sum(2) * a.sum(2)
+        inverse = metric.reshape(len(metric), d.shape[2], a.shape[2]).double().square().reciprocal()
+        return ((d @ inverse) * a).sum(2)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        keep, w = (weights != 0)[..., None], weights[..., None]
+        with exact_float32():
+            return (torch.where(keep, w * self.d, 0.0).mT @ torch.where(keep, self.a, 0.0)).flatten(1)
+
+    def dense(self) -> Tensor:
+        return (self.d[..., :, None] * self.a[..., None, :]).flatten(2)
+
+
+def norms(energies: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """‖g‖ of every row from the energies of its pieces; infinite where the square is, in ``dtype``."""
+    return torch.stack(energies).sum(0).to(dtype).sqrt()
