@@ -31,7 +31,7 @@ def test_what_no_ensemble_has_is_not_audited_there():
 def test_a_record_that_is_not_finite_must_not_pass(monkeypatch):
     def add(self, gradients, present, total):
         weights = self.weights(self.norms(gradients))
-        total.add_((gradients * weights[..., None] * present[..., None]).sum(1))
+        total.add_((self.stack.dense(gradients) * weights[..., None] * present[..., None]).sum(1))
 
     monkeypatch.setattr(StackedRelease, "add", add)
     assert audit_ensemble("broken", {}).verdict == VIOLATED
