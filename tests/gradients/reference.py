@@ -48,8 +48,9 @@ def recorded(module: nn.Module, inputs: tuple[Tensor, ...], loss=seeded_loss, ro
         detach(module)
 
 
-def assert_same(got, want: dict[str, Tensor], dtype=torch.float64) -> None:
-    """Gradients, norms (plain and diagonally weighted) and weighted sums agree to the house tolerance."""
+def assert_same(got, want: dict[str, Tensor], dtype=torch.float64, outward: float = 0.0) -> None:
+    """Gradients, norms (plain and diagonally weighted) and weighted sums agree to the house tolerance; plain norms may be
+    too large by ``outward``."""
     tol = 1e-10 if dtype == torch.float64 else 1e-5
     total = max(float(sum(w.square().sum() for w in want.values()).sqrt()), 1e-30)
     generator = torch.Generator().manual_seed(7)
@@ -63,7 +64,8 @@ def assert_same(got, want: dict[str, Tensor], dtype=torch.float64) -> None:
             continue
         assert (got.dense(name) - w).norm() / total < tol, name
         n2 = w.flatten(1).square().sum(1)
-        assert ((plain[name].sqrt() - n2.sqrt()).abs().max() / total) < tol, name
+        excess = (plain[name].sqrt() - n2.sqrt()) / total
+        assert -tol < excess.min() <= excess.max() < tol + outward, name
         d2 = (w * weights[name]).flatten(1).square().sum(1)
         assert ((diagonal[name].sqrt() - d2.sqrt()).abs().max() / total) < tol, name
         assert (sums[name] - torch.einsum("n,n...->...", mix, w)).norm() / total < tol * 3, name

@@ -17,7 +17,7 @@ from erlangen.gradients import RowMap, Tape, kernels
 from erlangen.gradients.pieces import Dense
 from erlangen.gradients.registry import find_rule
 from erlangen.gradients.rules.conv import Conv, Geometry
-from erlangen.gradients.rules.standardised import Projection, Standardised
+from erlangen.gradients.rules.standardised import MARGIN, Projection, Standardised
 from erlangen.models.resnet import wide_resnet
 from erlangen.models.standardised import StandardisedConv2d, standardise
 from tests.gradients.reference import assert_same, one_by_one, recorded
@@ -56,10 +56,10 @@ def test_single_precision_views_and_rows_of_any_owner(strategy: str) -> None:
     module, x = build("few positions", torch.float32)
     per_row = one_by_one(module, (x,))
     views = recorded(module, (x,), rows=RowMap.regular(2, 2), strategy=strategy)
-    assert_same(views, {n: g.unflatten(0, (2, 2)).mean(1) for n, g in per_row.items()}, torch.float32)
+    assert_same(views, {n: g.unflatten(0, (2, 2)).mean(1) for n, g in per_row.items()}, torch.float32, 1e-3)
     owners = recorded(module, (x,), rows=RowMap.of(torch.tensor([2, -1, 2, 5])), strategy=strategy)
     want = {n: torch.stack([(g[0] + g[2]) / 2, g[3]]) for n, g in per_row.items()}
-    assert_same(owners, want, torch.float32)
+    assert_same(owners, want, torch.float32, 1e-3)
 
 
 def test_as_torch_func() -> None:
@@ -128,7 +128,7 @@ def test_a_norm_is_never_measured_too_small(outputs, size, owners, seed, along, 
     exact = Projection(*standardise(v.double())).pull(g.double()).flatten(1).square().sum(1)
     assert bool((measured >= exact * (1 - 1e-5)).all())
     total = (g.double() / standardise(v.double())[1]).flatten(1).square().sum(1)
-    assert bool((measured <= exact * (1 + 1e-5) + 64 * torch.finfo(g.dtype).eps * total).all())
+    assert bool((measured <= exact * (1 + 1e-5) + 2 * MARGIN * torch.finfo(g.dtype).eps * total).all())
 
 
 def test_gram_norms_of_what_is_forgotten_are_not_too_small() -> None:
@@ -141,9 +141,11 @@ def test_gram_norms_of_what_is_forgotten_are_not_too_small() -> None:
     conv = Conv(x, d, 1, v.shape, geometry)
     measured = Standardised(conv, projection)._gram(conv).double()
     exact = Projection(*standardise(v.double()))
-    g = exact.pull(Conv(x.double(), d.double(), 1, v.shape, geometry).dense()).flatten(1).square().sum(1)
+    of_filters = Conv(x.double(), d.double(), 1, v.shape, geometry).dense()
+    g = exact.pull(of_filters).flatten(1).square().sum(1)
+    total = (of_filters / exact.deviation).flatten(1).square().sum(1)
     assert bool((measured >= g * (1 - 1e-4)).all())
-    assert bool((measured <= 1.1 * g).all())
+    assert bool((measured <= 1.1 * g + 2 * MARGIN * torch.finfo(x.dtype).eps * total).all())
 
 
 def test_owners_that_are_not_finite_contribute_nothing() -> None:

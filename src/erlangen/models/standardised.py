@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -29,8 +30,9 @@ class StandardisedConv2d(nn.Conv2d):
         self.eps = eps
 
     def filters(self) -> Tensor:
-        """What the input is convolved with, [O, C/groups, k, k]."""
-        return standardise(self.weight, self.eps)[0]
+        """What the input is convolved with, [O, C/groups, k, k]; standardised in float32 at least."""
+        precise = torch.promote_types(self.weight.dtype, torch.float32)
+        return standardise(self.weight.to(precise), self.eps)[0].to(self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.filters(), self.bias)

@@ -41,8 +41,10 @@ from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding, tapp
 from erlangen.gradients.tape import Tape
 from erlangen.models.standardised import StandardisedConv2d, standardise
 
-#: rounding errors of the difference of squares, in units of the largest term: norms are rounded outwards by as much
-MARGIN = 16
+#: how much of ‖g_w‖² counts beside ‖g_v‖², in rounding errors. Sixteen would cover what a difference of squares loses. But
+#: g_w is summed over owners before it is projected, and what the projection removes is rounded there first: a gradient of
+#: mean and direction alone must not enter that sum at many times the bound. So no term of it is above 64·C in float32
+MARGIN = 2048
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,7 @@ class Standardised(Piece):
         norms = gram_norms(a - mean, d).view(per_owner).sum(1)
         gone = gram_norms(mean * math.sqrt(a.shape[2]), d).view(per_owner).sum(1)  # g_w's mean
         lost = ((2 - filters.flatten(1).square().sum(1)) * along.square()).sum(1)
-        margin = MARGIN * torch.finfo(norms.dtype).eps  # the mean cancels up to rounding: it counts as an error of g_w
-        value = (norms - lost).clamp(min=0) + margin * (norms + 2 * (norms * gone).sqrt() + margin * gone)
+        value = (norms - lost).clamp(min=0) + MARGIN * torch.finfo(norms.dtype).eps * (norms + gone)
         return rescaled(value, size_x, size_d)
 
     def _outputs(self, x: Tensor, size: Tensor, filters: Tensor, conv: Conv) -> Tensor:
@@ -213,7 +214,8 @@ def standardised_convolution(module: StandardisedConv2d, tape: Tape, input: Tens
     projection = _projection(module, tape, x)
     kept: list[Tensor | None] = []
     through = lambda piece: Standardised(piece, projection, kept[0])  # noqa: E731
-    out = tapped_convolution(tape, x, projection.filters, module.bias, geometry, module.weight, through)
+    filters = projection.filters.to(module.weight.dtype)
+    out = tapped_convolution(tape, x, filters, module.bias, geometry, module.weight, through)
     kept.append(_exact_outputs(out, module))
     return out
 
@@ -232,7 +234,7 @@ def _projection(module: StandardisedConv2d, tape: Tape, x: Tensor) -> Projection
     if known is not None and known[0] == key and known[1]() is tape:
         return known[2]
     with torch.autocast(weight.device.type, enabled=False):
-        projection = Projection(*standardise(weight, module.eps))
+        projection = Projection(*standardise(weight.to(accumulate_dtype(weight)), module.eps))
     if usable(x, weight):
         _KNOWN[module] = (key, ref(tape), projection)
     return projection

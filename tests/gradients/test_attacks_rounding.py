@@ -1,0 +1,84 @@
+"""Records that use rounding: what float32 or 16 bits lose of a norm must not let a contribution grow, and what one record
+brings into a sum must not be rounded away, or blown up, by the others."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from erlangen.gradients import RowMap, Tape, attach
+from erlangen.gradients.attach import detach
+from erlangen.gradients.pieces import Dense, Outer, Piece, squared_norms
+from erlangen.gradients.rules.conv import Conv, Geometry
+from erlangen.gradients.rules.standardised import Projection, Standardised
+from erlangen.mechanisms import GaussianMechanism
+from erlangen.models.standardised import StandardisedConv2d, standardise
+
+POINT = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)
+
+
+def clipped(piece: Piece) -> Tensor:
+    """Weights that clip at 1 what the piece measures."""
+    return (1.0 / piece.norms_squared().sqrt()).clamp(max=1.0)
+
+
+@pytest.mark.parametrize("entries", [10_000, 1_000_000])
+@pytest.mark.parametrize("leading", [1, 8, 16, 64])
+def test_many_small_entries_count_beside_a_large_one(entries, leading):
+    """Squares just below half a rounding error of what was added up before them: one by one they would all be lost."""
+    for small in (2.0e-4, 2.3e-4, 2.43e-4):
+        g = torch.full((1, entries), small)
+        g[0, :leading] = 1.0
+        for shaped in (g, g.view(1, -1, 100), g.view(1, 100, -1).mT):
+            assert float(squared_norms(shaped)) >= float(g.double().square().sum()) * (1 - 1e-5)
+    matrix = Outer(g[:, None, : entries // 100], torch.ones(1, 1, 3))
+    assert float(matrix.weighted_sum(clipped(matrix)).double().norm()) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_filters_of_16_bits_are_standardised_in_more(dtype):
+    """‖w‖² and the mean of w in 16 bits are wrong by parts in a thousand; gradients along w, and a little beside it, would
+    be measured as next to nothing."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        conv = StandardisedConv2d(8, 1, 3, bias=False).to(dtype)
+        unit = standardise(conv.weight.detach().float())[0]
+        unit = unit / unit.norm()
+        for rest in (1e-1, 2e-2, 5e-3):
+            other = torch.randn_like(unit)
+            other -= other.mean()
+            other -= unit * (other * unit).sum()
+            image = (unit + rest * other / other.norm()).to(dtype)  # one window: the gradient is the image
+            tape = Tape(dict(conv.named_parameters()), "sum")
+            attach(conv, tape)
+            tape.rows = RowMap.regular(1)
+            conv(image).sum().backward()
+            mechanism = GaussianMechanism(0.0, 1e-3)
+            mechanism.bind(dict(conv.named_parameters()))
+            with torch.no_grad():
+                mechanism.accumulate(tape.gradients())
+            detach(conv)
+            assert 0 < float(mechanism.clipped_sum()["weight"].norm()) <= 1e-3 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize("what", ["mean", "direction"])
+def test_what_standardisation_removes_does_not_drown_the_others(formed, what):
+    """Records whose gradients lie along a filter's mean or direction, with hardly anything left after the projection, enter
+    the sum before it: they may not be so large there that its rounding moves one record's part."""
+    for huge in (1e3, 1e6):
+        torch.manual_seed(0)
+        projection = Projection(*standardise(torch.randn(32, 64, 1, 1)))
+        x, d = torch.randn(512, 64, 2, 1), torch.randn(512, 32, 2, 1).abs()
+        if what == "mean":
+            x[1:] += huge
+        else:
+            x[1:] += huge * projection.filters[0].view(-1, 1, 1)
+            d[1:, 1:] *= 1e-3
+        piece: Piece = Standardised(Conv(x, d, 1, (32, 64, 1, 1), POINT), projection)
+        piece = piece.formed() if formed else piece
+        weights = clipped(piece)
+        assert not formed or isinstance(piece.inner, Dense)
+        without = weights.clone()
+        without[0] = 0.0
+        moved = piece.weighted_sum(weights) - piece.weighted_sum(without)
+        assert float(moved.norm()) <= 1 + 5e-4, f"{huge:g}: {float(moved.norm()):.3g} times the bound"
