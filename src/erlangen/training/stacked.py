@@ -154,6 +154,9 @@ class Stack:
         return self.skeleton(x)
 
     def _replace_layers(self) -> None:
+        from erlangen.training.stacked_pool import replace_pools
+
+        replace_pools(self.skeleton)
         for path, module, _ in plan(self.skeleton):
             wanted = {n: f"{path}.{n}" if path else n for n, p in module.named_parameters() if p.requires_grad}
             known = {local: name for local, name in wanted.items() if name in self.shapes}
@@ -167,7 +170,8 @@ def _builder(module: nn.Module) -> LayerBuilder:
     """The batched form of a layer, if there is one for exactly this type and these options."""
     from erlangen.circulant import CirculantLinear
     from erlangen.training.stacked_circulant import StackedCirculantLinear
-    from erlangen.training.stacked_layers import StackedConv, StackedLinear, StackedNorm, is_plain_norm, kernel_of
+    from erlangen.training.stacked_conv import StackedConv
+    from erlangen.training.stacked_layers import StackedLinear, StackedNorm, is_plain_norm, kernel_of
 
     if type(module) is nn.Linear:
         return StackedLinear

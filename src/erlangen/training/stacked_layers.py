@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
+from erlangen.gradients.kernels import stacked_norm as kernel
+from erlangen.gradients.kernels import usable
+from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_circulant import circulant_kernel
 from erlangen.training.stacked_rows import Outer, Taps
@@ -164,70 +166,6 @@ def _square(module: Any) -> tuple[tuple[int, int], int, int, int]:
     return module.kernel_size, module.stride[0], module.padding[0], module.dilation[0]
 
 
-#: rows of a matrix product start at multiples of this many elements, or tensor cores cannot load them
-ALIGN = 8
-
-
-class StackedConv(StackedLayer):
-    """Windows once, then three products: output, kernel gradients of each row, input gradient."""
-
-    def __init__(self, stack: Stack, module: nn.Module, names: Mapping[str, str]) -> None:
-        super().__init__(stack, module, names)
-        kernel = kernel_of(module)
-        assert kernel is not None
-        self.kernel = kernel
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        k, models = self.kernel, self.stack.models
-        matrix, bias = k.matrix(self, x.dtype), k.bias(self)
-        columns, (height, width) = windows(x, k.size, k.stride, k.padding, k.dilation)
-        spare = -columns.shape[-1] % ALIGN
-        if spare:
-            columns, matrix = F.pad(columns, (0, spare)), F.pad(matrix, (0, 0, 0, spare))
-        columns = columns.view(models, -1, columns.shape[-1])
-        out = columns @ matrix if bias is None else torch.baddbmm(bias[:, None].to(x.dtype), columns, matrix)
-        return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), (x.shape, columns, matrix)
-
-    def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
-        shape, columns, matrix = saved
-        rows = shape[0]
-        cotangent = cotangent.contiguous(memory_format=torch.channels_last)  # else rows may start where no unit can load
-        d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]; no copy if channels-last
-        self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
-        self.kernel.pull(self, torch.bmm(d.mT, columns.view(rows, d.shape[1], -1)), shape[1])
-        return self._input_gradient(shape, matrix, cotangent) if wants_input else None
-
-    def _input_gradient(self, shape: torch.Size, matrix: Tensor, cotangent: Tensor) -> Tensor:
-        k, (e, _, outputs) = self.kernel, matrix.shape
-        taps = matrix[:, : k.size[0] * k.size[1] * shape[1]].view(e, *k.size, shape[1], outputs)
-        same = k.stride == 1 and k.dilation == 1 and k.size[0] == k.size[1] == 2 * k.padding + 1
-        if same:  # the correlation of the cotangent with the kernel turned by 180°
-            columns, _ = windows(cotangent, k.size, 1, k.padding, 1)
-            flipped = taps.flip(1, 2).transpose(3, 4).reshape(e, -1, shape[1])
-            dx = columns.view(e, -1, columns.shape[-1]) @ flipped
-            return dx.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
-        # what every output sends to its window, then summed where windows overlap (models as groups of one convolution
-        # would be shorter, and slow)
-        d = cotangent.permute(0, 2, 3, 1).reshape(e, -1, outputs)
-        sent = d @ taps.permute(0, 4, 3, 1, 2).flatten(2)  # [E, P·T, C·k·k]
-        sent = sent.view(shape[0], -1, sent.shape[-1]).mT
-        return F.fold(sent, tuple(shape[2:]), k.size, k.dilation, k.padding, k.stride)
-
-
-def windows(x: Tensor, size: tuple[int, int], stride: int, padding: int, dilation: int) -> tuple[Tensor, tuple[int, int]]:
-    """[N, C, H, W] → [N, T, k·k·C] (channels innermost) by one strided copy, and the output's height and width."""
-    maps = x.permute(0, 2, 3, 1)
-    maps = F.pad(maps, (0, 0, padding, padding, padding, padding)) if padding else maps
-    wide = widened(maps.contiguous())
-    n, height, width, channels = wide.shape
-    reach = [dilation * (s - 1) + 1 for s in size]
-    out = ((height - reach[0]) // stride + 1, (width - reach[1]) // stride + 1)
-    sn, sh, sw, sc = wide.stride()
-    strides = (sn, sh * stride, sw * stride, sh * dilation, sw * dilation, sc)
-    view = wide.as_strided((n, *out, *size, channels), strides)
-    return view.reshape(n, out[0] * out[1], size[0] * size[1] * channels).view(x.dtype), out
-
-
 def widened(t: Tensor) -> Tensor:
     """The same memory in elements of 16 or 8 bytes where the last dimension allows: strided copies move whole elements."""
     for dtype in (torch.complex128, torch.int64):
@@ -255,8 +193,16 @@ class StackedNorm(StackedLayer):
         norm: Any = module
         self.groups = int(norm.num_groups if isinstance(module, nn.GroupNorm) else norm.groups)
         self.field, self.eps = int(getattr(norm, "field_size", 1)), float(norm.eps)
+        self.spec = NormAct(self.groups, self.eps)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        if usable(x) and kernel.fits(x, self.spec):
+            gamma, beta = self._affine("weight", x, 1.0), self._affine("bias", x, 0.0)
+            z, *statistics = kernel.forward(x, gamma, beta, self.spec)
+            return z, (x, gamma, *statistics)
+        return self._by_hand(x)
+
+    def _by_hand(self, x: Tensor) -> tuple[Tensor, Any]:
         maps, rows = self._split(x), x.shape[0]  # [N, T, G, C/G]
         precise = torch.promote_types(x.dtype, torch.float32)
         count = maps.shape[1] * maps.shape[3]
@@ -270,13 +216,16 @@ class StackedNorm(StackedLayer):
         return self._join(out, x.shape), (maps, mean, inverse, weight, x.shape)
 
     def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
+        if len(saved) == 4:
+            x, gamma, mean, rstd = saved
+            dx, along, first = kernel.backward(x, cotangent, gamma, mean, rstd, self.spec)
+            self._record(along, first)
+            return dx if wants_input else None
         maps, mean, inverse, weight, shape = saved
         d, mean, inverse = self._split(cotangent), mean[..., None], inverse[..., None]
         first = d.sum(1, dtype=mean.dtype)  # Σd, [N, G, C/G]
         along = ((d * maps).sum(1, dtype=mean.dtype) - mean * first) * inverse  # Σd·x̂
-        per_field = lambda t: t.flatten(1).unflatten(1, (-1, self.field)).sum(2)  # noqa: E731
-        self.record("weight", per_field(along))
-        self.record("bias", per_field(first))
+        self._record(along, first)
         if not wants_input:
             return None
         count = maps.shape[1] * maps.shape[3]
@@ -285,6 +234,19 @@ class StackedNorm(StackedLayer):
         like = lambda t: t[:, None].to(maps.dtype)  # noqa: E731
         out = torch.addcmul(like(b * mean - a * inverse), maps, like(-b)).addcmul_(d, like(weight * inverse))
         return self._join(out, shape)
+
+    def _record(self, along: Tensor, first: Tensor) -> None:
+        """Σd·x̂ and Σd of every row and channel, summed over the channels that share a parameter."""
+        per_field = lambda t: t.flatten(1).unflatten(1, (-1, self.field)).sum(2) if self.field > 1 else t.flatten(1)  # noqa: E731
+        self.record("weight", per_field(along))
+        self.record("bias", per_field(first))
+
+    def _affine(self, local: str, x: Tensor, default: float) -> Tensor:
+        """[E, C] in float32"""
+        values = self.parameter(local)
+        if values is None:
+            return torch.full((self.stack.models, x.shape[1]), default, device=x.device)
+        return values.float().repeat_interleave(self.field, 1).contiguous()
 
     def _split(self, x: Tensor) -> Tensor:
         positions = x.flatten(2).transpose(1, 2) if x.ndim > 2 else x.unsqueeze(1)

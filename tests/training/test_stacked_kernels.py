@@ -1,0 +1,174 @@
+"""The kernels of ensembles against their twins, and whole networks with and without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
+
+from erlangen.gradients import kernels
+from erlangen.gradients.kernels import stacked_conv, stacked_norm, stacked_pool, stacked_windows
+from erlangen.gradients.kernels.norm_act import NormAct
+from erlangen.models import make_model
+from erlangen.training.stacked import Stack
+from erlangen.training.stacked_rows import norms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16 matrices
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> None:
+    error = (a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm().clamp(min=1e-30)
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def maps(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("shape", [(3, 6, 4, 8), (2, 16, 6, 2), (5, 1, 2, 2)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_pools_are_the_native_ones(largest, shape, ties):
+    torch.manual_seed(0)
+    x = maps(*shape)
+    x = x.round() if ties else x
+    assert stacked_pool.fits(x)
+    leaf = x.clone().requires_grad_()
+    want = stacked_pool.reference(leaf, largest)
+    cotangent = torch.randn_like(want)
+    want.backward(cotangent)
+    torch.testing.assert_close(stacked_pool.forward(x, largest), want)
+    torch.testing.assert_close(stacked_pool.backward(x if largest else None, cotangent, largest), leaf.grad)
+
+
+def test_a_nan_goes_through_a_pool_as_it_does_natively():
+    x = maps(1, 1, 2, 4)
+    x[0, 0, 1, 1] = float("nan")
+    found = stacked_pool.forward(x, True)
+    assert torch.equal(found.isnan(), F.max_pool2d(x, 2).isnan())
+    assert int(stacked_pool.backward(x, torch.ones_like(found), True).ne(0).sum()) == 2
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "stride", "padding", "dilation"), [(3, (5, 5), 1, 0, 1), (4, (3, 2), 2, 1, 1), (2, (3, 3), 1, 2, 2)]
+)
+def test_gathering_is_folding(channels, size, stride, padding, dilation):
+    torch.manual_seed(1)
+    shape = torch.Size((3, channels, 9, 8))
+    out = [(n + 2 * padding - dilation * (s - 1) - 1) // stride + 1 for n, s in zip(shape[2:], size, strict=True)]
+    sent = torch.randn(3, out[0] * out[1], size[0] * size[1] * channels + 5, device=DEVICE)
+    found = stacked_windows.gather(sent, shape, (out[0], out[1]), size, stride, padding, dilation)
+    close(found, stacked_windows.reference(sent.double(), shape, size, stride, padding, dilation), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "size", "stride", "padding", "dilation", "bias"),
+    [(16, 24, (3, 3), 1, (1, 1), 1, True), (20, 16, (5, 3), 1, (2, 0), 1, False), (72, 136, (3, 3), 2, (1, 1), 2, True)],
+)
+def test_convolutions_of_many_models_are_theirs(channels, outputs, size, stride, padding, dilation, bias):
+    torch.manual_seed(2)
+    x = maps(6, channels, 7, 9, dtype=HALF)
+    w = (torch.randn(2, size[0] * size[1] * channels, outputs, device=DEVICE) / 10).to(HALF)
+    b = torch.randn(2, outputs, device=DEVICE) if bias else None
+    plane = size, stride, padding, dilation
+    wanted = stacked_conv.reference(x.double(), w.double(), None if b is None else b.double(), *plane)
+    found = stacked_conv.conv(x, w, b, *plane)
+    assert found.shape == wanted.shape
+    close(found, wanted, 1e-2)
+
+
+@pytest.mark.parametrize(("channels", "groups", "size"), [(16, 8, 7), (24, 3, 5), (12, 1, 4), (32, 4, 14)])
+@pytest.mark.parametrize("pre", ["identity", "mish"])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_norms_of_many_models_are_theirs(monkeypatch, channels, groups, size, pre, pieces):
+    torch.manual_seed(3)
+    spec = NormAct(groups, 1e-5, pre)
+    y, cotangent = maps(6, channels, size, size), maps(6, channels, size, size)
+    gamma, beta = torch.randn(2, channels, device=DEVICE), torch.randn(2, channels, device=DEVICE)
+    if pieces:
+        whole = stacked_norm._launch
+
+        def small(*args):
+            constants, programs, warps = whole(*args)
+            return {**constants, "PIXELS": 16}, programs, warps
+
+        monkeypatch.setattr(stacked_norm, "_launch", small)
+    z, mean, rstd = stacked_norm.forward(y, gamma, beta, spec)
+    found = stacked_norm.backward(y, cotangent, gamma, mean, rstd, spec)
+    leaf = y.double().requires_grad_()
+    rows = [p.double().repeat_interleave(3, 0).requires_grad_() for p in (gamma, beta)]
+    want = stacked_norm.reference(leaf, rows[0], rows[1], spec)
+    close(z, want, 1e-5)
+    for a, b in zip(found, torch.autograd.grad(want, [leaf, *rows], cotangent.double()), strict=True):
+        close(a, b, 1e-4)
+
+
+NETWORKS = {
+    "c8-cnn": (1, 12, {"field_counts": (2, 2), "kernel_size": 5, "head_pool": "max"}),
+    "lenet": (1, 28, {}),
+    "resnet": (3, 8, {}),
+    "wide": (3, 8, {}),
+    "strided": (3, 10, {}),
+}
+
+
+def network(name: str) -> nn.Module:
+    channels, size, options = NETWORKS[name]
+    if name == "resnet":
+        from erlangen.models.geodp import Block
+
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1, bias=False), Block(16, 16), nn.AvgPool2d(2), Block(16, 24), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4),
+        )  # fmt: skip
+    if name == "wide":
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 16, 3), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 4),
+        )  # fmt: skip
+    if name == "strided":
+        return nn.Sequential(
+            nn.Conv2d(channels, 6, 4, 2), nn.ReLU(), nn.Conv2d(6, 5, 2), nn.GroupNorm(1, 5), nn.Flatten(), nn.Linear(45, 4)
+        )
+    if name == "lenet":
+        from erlangen.models.gredp import lenet5
+
+        return lenet5((channels, size, size), 4)
+    return make_model(name, (channels, size, size), 4, **options)
+
+
+def rows_of(name: str, precision: torch.dtype | None, monkeypatch, fast: bool):
+    """Weights, then the gradients of every row, by the same seed."""
+    torch.manual_seed(4)
+    models = [network(name).to(DEVICE) for _ in range(2)]
+    channels, size, _ = NETWORKS[name]
+    x, y = torch.randn(6, channels, size, size, device=DEVICE), torch.randint(0, 4, (6,), device=DEVICE)
+    if precision == torch.float64:
+        models, x = [m.double() for m in models], x.double()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "FORCED", fast)
+        if not fast:
+            patch.setattr(kernels, "HAS_TRITON", False)
+        stack = Stack(models, 3, precision)
+        rows = stack.backward(stack(x), y)
+        weights = torch.rand(2, 3, device=DEVICE, dtype=stack.flat.dtype)
+        parts = [rows[n].weighted_sum(weights) for n in rows]
+        return stack.dense(rows), norms([r.energy() for r in rows.values()], stack.flat.dtype), weights, torch.cat(parts, 1), rows
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("half", [False, True])
+def test_networks_with_kernels_have_the_gradients_of_those_without(monkeypatch, name, half):
+    precision = HALF if half else None
+    found, measured, weights, summed, rows = rows_of(name, precision, monkeypatch, True)
+    plain = rows_of(name, precision, monkeypatch, False)[0]
+    exact = rows_of(name, torch.float64, monkeypatch, False)[0]
+    rounding = (plain - exact).norm() / exact.norm()  # what this precision costs anyway
+    assert (found - exact).norm() / exact.norm() < 1.5 * rounding + (0.01 if half else 1e-5)
+    torch.testing.assert_close(measured, found.norm(dim=2), rtol=1e-5, atol=0)
+    flat = torch.cat([rows[n].dense() for n in rows], 2)
+    torch.testing.assert_close(summed, (weights[..., None] * flat).sum(1), rtol=1e-4, atol=1e-6)
