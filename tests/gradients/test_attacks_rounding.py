@@ -10,7 +10,9 @@ from erlangen.gradients.attach import detach
 from erlangen.gradients.pieces import Dense, Outer, Piece, squared_norms
 from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.standardised import Projection, Standardised
+from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms import GaussianMechanism
+from erlangen.mechanisms.geometry import Diagonal
 from erlangen.models.standardised import StandardisedConv2d, standardise
 
 POINT = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)
@@ -82,3 +84,14 @@ def test_what_standardisation_removes_does_not_drown_the_others(formed, what):
         without[0] = 0.0
         moved = piece.weighted_sum(weights) - piece.weighted_sum(without)
         assert float(moved.norm()) <= 1 + 5e-4, f"{huge:g}: {float(moved.norm()):.3g} times the bound"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scalar_parameter_of_16_bits_is_measured_in_more(dtype):
+    """A metric of no dimensions does not lift 16 bits to 32 by itself."""
+    for m in torch.linspace(0.5, 2.0, 40):
+        for value in (1.0, 1.01, 93.0, 1023.0):
+            mechanism = GaussianMechanism(0.0, 1e-3, Diagonal({"scale": m}))
+            mechanism.bind({"scale": torch.zeros((), dtype=dtype)})
+            mechanism.accumulate(PerSampleGradients.from_dense({"scale": torch.tensor([value], dtype=dtype)}))
+            assert float(mechanism.geometry.forward("scale", mechanism.clipped_sum()["scale"])) <= 1e-3 * (1 + 1e-6)

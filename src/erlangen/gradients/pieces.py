@@ -80,7 +80,9 @@ def squared_norms(g: Tensor) -> Tensor:
 def apply_weight(weight: Weight, g: Tensor) -> Tensor:
     if weight is None:
         return g
-    return weight(g) if callable(weight) and not isinstance(weight, Tensor) else g * weight
+    if callable(weight) and not isinstance(weight, Tensor):
+        return weight(g)
+    return g.to(accumulate_dtype(g)) * weight  # a scalar parameter's ω alone would leave the product in 16 bits
 
 
 def unit_scale(t: Tensor, owners: int) -> tuple[Tensor, Tensor]:
