@@ -73,6 +73,12 @@ class Mechanism(ABC):
 
     def bind(self, parameters: Mapping[str, Tensor], expected_batch: float = 1.0) -> None:
         """Learn the parameters before the first batch; raise if they do not fit."""
+        for name, p in parameters.items():
+            if p.is_complex():  # complex noise of variance 1 has half of it in each part: σ/√2 where σ is accounted
+                raise ValueError(
+                    f"parameter {name!r} is complex: norms and noise are those of real coordinates. Keep its real and imaginary "
+                    "parts as one real parameter (torch.view_as_real), and use torch.view_as_complex of it in forward()."
+                )
         self.shapes = {name: p.shape for name, p in parameters.items()}
         self._like = {name: p.detach() for name, p in parameters.items()}
         self.expected_batch = float(expected_batch)
