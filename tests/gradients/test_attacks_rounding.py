@@ -7,7 +7,7 @@ from torch import Tensor
 
 from erlangen.gradients import RowMap, Tape, attach
 from erlangen.gradients.attach import detach
-from erlangen.gradients.pieces import Dense, Outer, Piece, squared_norms
+from erlangen.gradients.pieces import Dense, Outer, Piece, exact_float32, squared_norms
 from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.standardised import Projection, Standardised
 from erlangen.gradients.tape import PerSampleGradients
@@ -95,3 +95,40 @@ def test_a_scalar_parameter_of_16_bits_is_measured_in_more(dtype):
             mechanism.bind({"scale": torch.zeros((), dtype=dtype)})
             mechanism.accumulate(PerSampleGradients.from_dense({"scale": torch.tensor([value], dtype=dtype)}))
             assert float(mechanism.geometry.forward("scale", mechanism.clipped_sum()["scale"])) <= 1e-3 * (1 + 1e-6)
+
+
+def precisions() -> list[str]:
+    backends = torch.backends
+    return [
+        k.fp32_precision
+        for k in (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    ]
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="before PyTorch 2.9")
+@pytest.mark.parametrize("asked", ["medium", "high", "bf16 on a CPU", "tf32 everywhere"])
+def test_norms_and_sums_are_exact_whatever_precision_was_asked_for(asked):
+    """Products of float32 in fewer bits, asked for in the old way or in the new one: not inside, and as before afterwards."""
+    unset = precisions()
+    try:
+        if asked in ("medium", "high"):
+            torch.set_float32_matmul_precision(asked)
+        elif asked == "bf16 on a CPU":
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        else:
+            torch.backends.fp32_precision = "tf32"
+        before = precisions()
+        with exact_float32():
+            assert precisions() == ["ieee"] * 4
+        assert precisions() == before != ["ieee"] * 4
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        knobs = (
+            torch.backends.cuda.matmul,
+            torch.backends.cudnn.conv,
+            torch.backends.mkldnn.matmul,
+            torch.backends.mkldnn.conv,
+        )
+        for knob, value in zip(knobs, unset, strict=True):
+            knob.fp32_precision = value
