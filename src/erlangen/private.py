@@ -19,7 +19,7 @@ from erlangen.gradients.attach import attach, detach, is_attached
 from erlangen.gradients.independence import check_independence, check_loss, known_problems
 from erlangen.gradients.pages import keep_pages
 from erlangen.gradients.rows import RowMap
-from erlangen.gradients.tape import Tape
+from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
 from erlangen.sampling import PoissonSampler, PrivateLoader, Sampler, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
@@ -52,6 +52,8 @@ class PrivateTraining:
         #: called after each update of the weights; a projection is post-processing
         self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
         self._last, self._pending, self._tickets = True, False, Tickets()
+        #: whether the announced batch is in the mechanism's sum already: a recorded part adds it without the tape
+        self.summed = False
         self._event: tuple[tuple[float, float, int], DpEvent] | None = None
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
@@ -69,16 +71,22 @@ class PrivateTraining:
             self._pending = False
         self._tickets.draw(source, tried=self.tape.next_batch())
         self.tape.logical += first
-        self.tape.rows, self._last = rows, last
+        self.tape.rows, self._last, self.summed = rows, last, False
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
-    def take(self) -> bool:
-        """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
-        gradients = self.tape.gradients()
-        self._tickets.take()
+    def accumulate(self, gradients: PerSampleGradients) -> None:
+        """Clip one physical batch and add it to the mechanism's sum."""
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             self.mechanism.accumulate(gradients)
-        self._pending = True
+
+    @torch.no_grad()
+    def take(self) -> bool:
+        """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
+        gradients = None if self.summed else self.tape.gradients()
+        self._tickets.take()
+        if gradients is not None:
+            self.accumulate(gradients)
+        self._pending, self.summed = True, False
         if not self._last:
             self._clear_gradients()
             return False

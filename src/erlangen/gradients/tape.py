@@ -55,6 +55,8 @@ class PerSampleGradients:
     ) -> None:
         self._pieces, self.owners, self._factor, self.valid = dict(pieces), owners, factor, valid
         self._bundle: Bundle | None = None  # of small gradients, from the norms to the sum
+        #: whether nobody may look at values: what is recorded takes the same way for all records
+        self.blind = False
 
     @classmethod
     def from_dense(cls, gradients: Mapping[str, Tensor], valid: Tensor | None = None) -> PerSampleGradients:
@@ -185,6 +187,8 @@ class Tape:
         #: whether how many rows a batch has is as private as who they are (Poisson sampling without padding)
         self.private_sizes = False
         self.rows: RowMap | None = None
+        #: handed on to the gradients
+        self.blind = False
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._ignored: set[int] = set()
         #: how many batches were announced, and which of them the last forward pass was for
@@ -342,6 +346,7 @@ class Tape:
         factor = (rows.rows if self.loss_reduction == "mean" else 1) * (rows.mean_factor() if rows.is_regular else 1.0)
         pieces = {name: _joined(uses) for name, uses in self._pieces.items()}
         result = PerSampleGradients(pieces, rows.owners, float(factor), rows.valid)
+        result.blind = self.blind
         self.clear()
         self.rows = None
         return result

@@ -74,8 +74,8 @@ class GaussianMechanism(Mechanism):
         self.clipping.groups(list(self.shapes))
         self._reset()
 
-    def _reset(self) -> None:
-        self._sum = self._zeros()
+    def _reset(self, sums: dict[str, Tensor] | None = None) -> None:
+        self._sum = self._zeros() if sums is None else sums
         self._side_total, self._side_std = 0.0, 0.0
         self._clipped_at: float | None = None
 
@@ -108,6 +108,12 @@ class GaussianMechanism(Mechanism):
     def _add(self, gradients: PerSampleGradients, weights: Mapping[str, Tensor]) -> None:
         totals = gradients.weighted_sum(weights)
         torch._foreach_add_([self._sum[name] for name in totals], list(totals.values()))
+
+    def sum_in(self, sums: dict[str, Tensor]) -> None:
+        """Forget the sum and add up in these tensors until the next release, at the bound of this moment: what was recorded
+        finds them where they are. What they hold already counts as added."""
+        self._reset(sums)
+        self._clipped_at = self.clipping.sensitivity
 
     def clipped_sum(self) -> Mapping[str, Tensor]:
         """Σ of the clipped contributions so far, *before noise*: a diagnostic that no guarantee covers."""
@@ -171,7 +177,7 @@ def finite(
     bad = ~torch.isfinite(total).all(0)
     if sums_only and gradients.guarded:  # without asking the device whether there are any
         return gradients.only(~bad), torch.where(bad, 0.0, total).sqrt()
-    if bool(bad.any()):
+    if gradients.blind or bool(bad.any()):
         gradients, total = gradients.without(bad), torch.where(bad, 0.0, total)
     return gradients, total.sqrt()
 

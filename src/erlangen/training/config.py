@@ -53,6 +53,7 @@ class TrainConfig:
     augment: str = "none"
     max_physical_batch: int | None = None
     pad: bool = False
+    graph: bool = False
     strategy: str = "auto"
     precision: str = "auto"
     seed: int | None = None

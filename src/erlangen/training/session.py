@@ -45,6 +45,7 @@ from erlangen.training.companions import Importance, ImportanceSampler, Judge, m
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.ema import EMA
+from erlangen.training.graphs import PartGraph
 from erlangen.training.metrics import evaluate, near_zero
 from erlangen.training.normalise import release_normalisation, wants_private
 from erlangen.training.public import PublicPredictions, predictions
@@ -106,6 +107,7 @@ class Session:
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id, self.workers.rank)
         self.step_count = 0
+        self.graph = PartGraph(self) if config.graph else None
         #: statistics of private records outside any mechanism: empty unless asked for, and listed in the result
         self.non_private: dict[str, float] = {}
 
@@ -174,19 +176,18 @@ class Session:
     def step(self) -> None:
         """One logical batch: one draw, one release, one update."""
         config = self.config
+        recorded = self.graph is not None and self.graph.ready()
         if config.seed is not None:
             torch.manual_seed(self._layers.at(self.step_count).initial_seed())
         parts = self._parts()
         for k, (rows, owner, here) in enumerate(parts):
             self._announce(rows, owner, k == 0, k == len(parts) - 1)
-            index = rows.to(self.device)
-            x = views(self.x[index], config.views, config.augment, here)
-            labels = self.y[index].repeat_interleave(config.views)
-            weighted = self.importance.loss if self.importance else lambda out, y, _: self.criterion(out, y)
-            with self._precision():
-                loss = weighted(self.model(self._laid_out(x)), labels, owner)
-            # the sum over rows: what a mean divides by changes with one record, and with it every other record's rounding
-            (loss * len(x)).backward()
+            if recorded:
+                assert self.graph is not None
+                self.graph.add(rows, owner, here, first=k == 0)
+            else:
+                index = rows.to(self.device)
+                loss = self.backward(self.x[index], self.y[index], here, owner)
             if self.judge is not None and k == len(parts) - 1:
                 self.judge.step()
             else:
@@ -199,13 +200,25 @@ class Session:
             self.ema.update()
         self.step_count += 1
 
-    def _precision(self) -> torch.autocast:
+    def backward(self, records: Tensor, labels: Tensor, moves: Tensor, owner: Tensor) -> Tensor:
+        """Forward and backward pass over the views of one physical part; the loss."""
+        config = self.config
+        x = views(records, config.views, config.augment, moves)
+        labels = labels.repeat_interleave(config.views)
+        weighted = self.importance.loss if self.importance else lambda out, y, _: self.criterion(out, y)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.halved):
+            loss = weighted(self.model(self._laid_out(x)), labels, owner)
+        # the sum over rows: what a mean divides by changes with one record, and with it every other record's rounding
+        (loss * len(x)).backward()
+        return loss
+
+    @property
+    def halved(self) -> bool:
         """16-bit products on a GPU (norms, clipping and sums are float32 all the same), unless asked otherwise."""
         wanted = self.config.precision
         # Clipless certifies its bounds for the precision of the products: lower only when asked for
         automatic = self.device.type == "cuda" and self.config.mechanism != "clipless"
-        enabled = wanted == "bf16" or (wanted == "auto" and automatic)
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+        return wanted == "bf16" or (wanted == "auto" and automatic)
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """Images as the GPU's kernels want them."""
