@@ -132,3 +132,15 @@ def test_norms_and_sums_are_exact_whatever_precision_was_asked_for(asked):
         )
         for knob, value in zip(knobs, unset, strict=True):
             knob.fp32_precision = value
+
+
+def test_parameters_of_two_precisions_leave_room_for_the_coarser():
+    """The first parameter is float64, the others are not: their rounding counts."""
+    torch.manual_seed(0)
+    for width in range(1, 400, 3):
+        gradients = {"fine": torch.randn(1, 3).double() * 1e-3, "coarse": torch.randn(1, width)}
+        mechanism = GaussianMechanism(0.0, 1e-3)
+        mechanism.bind({name: g[0] for name, g in gradients.items()})
+        mechanism.accumulate(PerSampleGradients.from_dense(gradients))
+        added = torch.cat([total.double() for total in mechanism.clipped_sum().values()])
+        assert float(added.norm()) <= 1e-3

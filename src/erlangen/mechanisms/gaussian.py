@@ -172,7 +172,8 @@ def finite(
     A caller that only asks for weighted sums (``sums_only``) and gives zero weight to owners that are not valid is
     served without a copy where sums do not read such owners.
     """
-    zero = next(iter(squared.values())).new_zeros(gradients.owners)
+    coarsest = min(squared.values(), key=Tensor.element_size)  # its rounding is what the clipping rule leaves room for
+    zero = coarsest.new_zeros(gradients.owners)
     total = torch.stack([torch.stack([zero, *(squared[n].to(zero) for n in group)]).sum(0) for group in groups])
     bad = ~torch.isfinite(total).all(0)
     if sums_only and gradients.guarded:  # without asking the device whether there are any
