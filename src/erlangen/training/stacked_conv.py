@@ -7,16 +7,18 @@ the matrix units, nothing but the maps themselves is read and written.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.gradients.kernels import conv_gradient, stacked_conv, stacked_windows, usable
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_conv, stacked_windows, usable
 from erlangen.gradients.kernels.im2col import im2col
 from erlangen.training.stacked import StackedLayer
-from erlangen.training.stacked_layers import kernel_of, widened
+from erlangen.training.stacked_layers import PlainKernel, kernel_of, widened
+from erlangen.training.stacked_rows import Plane, Unformed
 
 if TYPE_CHECKING:
     from erlangen.training.stacked import Stack
@@ -25,6 +27,19 @@ if TYPE_CHECKING:
 ALIGN = 8
 #: blocks that a launch may have along its second axis
 MOST = 65535
+#: models whose sums are worth a launch each
+FEW = 32
+WINDOWS, DIRECT, UNFORMED = "windows", "direct", "unformed"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the way back wants: the kernels, and the windows, or the input where those are not needed."""
+
+    shape: torch.Size
+    matrix: Tensor
+    way: str
+    maps: Tensor
 
 
 class StackedConv(StackedLayer):
@@ -39,39 +54,50 @@ class StackedConv(StackedLayer):
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
         k, models = self.kernel, self.stack.models
         matrix, bias = k.matrix(self, x.dtype), k.bias(self)
-        if self._direct(x, matrix.shape[2]):
-            plane = k.size, k.stride, (k.padding, k.padding), k.dilation
-            return stacked_conv.conv(x, matrix, None if bias is None else bias.float(), *plane), (x, None, matrix)
+        way = self._way(x, matrix.shape[2])
+        if way != WINDOWS and stacked_conv.worth_it(x, matrix.shape[2]):
+            wide = None if bias is None else bias.float()
+            out = stacked_conv.conv(x, matrix, wide, k.size, k.stride, (k.padding, k.padding), k.dilation)
+            return out, Kept(x.shape, matrix, way, x)
         columns, (height, width) = windows(x, k.size, k.stride, k.padding, k.dilation)
         spare = columns.shape[-1] - matrix.shape[1]
         matrix = F.pad(matrix, (0, 0, 0, spare)) if spare else matrix
         columns = columns.view(models, -1, columns.shape[-1])
         out = columns @ matrix if bias is None else torch.baddbmm(bias[:, None].to(x.dtype), columns, matrix)
-        return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), (x.shape, columns, matrix)
+        kept = Kept(x.shape, matrix, way, columns if way == WINDOWS else x)
+        return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), kept
 
     def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
-        x, columns, matrix = saved
-        shape, k = (x if columns is not None else x.shape), self.kernel
+        kept: Kept = saved
         cotangent = cotangent.contiguous(memory_format=torch.channels_last)  # or products read from odd places
         d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]
-        k.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
-        if columns is None:
-            stride, padding, dilation = ((n, n) for n in (k.stride, k.padding, k.dilation))
-            rows = conv_gradient.conv_gradient(x, cotangent, 1, k.size, stride, padding, dilation)[0].flatten(2)
+        self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
+        if kept.way == UNFORMED:
+            self.record("weight", Unformed(self.stack.models, kept.maps, cotangent, self._plane()))
+        elif kept.way == DIRECT:
+            rows = conv_gradient.conv_gradient(kept.maps, cotangent, 1, *self._plane())[0]
+            self.kernel.pull(self, rows.flatten(2), kept.shape[1])
         else:
-            rows = torch.bmm(d.mT, columns.view(shape[0], d.shape[1], -1))
-        k.pull(self, rows, shape[1])
-        return self._input_gradient(shape, matrix, cotangent) if wants_input else None
+            self.kernel.pull(self, torch.bmm(d.mT, kept.maps.view(*d.shape[:2], -1)), kept.shape[1])
+        return self._input_gradient(kept.shape, kept.matrix, cotangent) if wants_input else None
 
-    def _direct(self, x: Tensor, outputs: int) -> bool:
-        """Whether neither the output nor the rows' gradients need windows."""
+    def _plane(self) -> Plane:
         k = self.kernel
+        return Plane(k.size, (k.stride, k.stride), (k.padding, k.padding), (k.dilation, k.dilation))
+
+    def _way(self, x: Tensor, outputs: int) -> str:
+        """How the rows' kernel gradients are found: from windows, by a kernel that forms them, or one that does not."""
+        k, channels = self.kernel, x.shape[1]
         size = [(n + 2 * k.padding - k.dilation * (s - 1) - 1) // k.stride + 1 for n, s in zip(x.shape[2:], k.size)]
-        return (
-            usable(x) and stacked_conv.worth_it(x, outputs) and x.shape[0] <= MOST
-            and x.shape[0] * outputs * size[0] * size[1] < 1 << 31
-            and conv_gradient.worth_it(size[0] * size[1], x.shape[1], outputs)
-        )  # fmt: skip
+        tokens = size[0] * size[1]
+        many = x.shape[0] > MOST or max(x.numel(), x.shape[0] * outputs * tokens) >= 1 << 31
+        if many or not usable(x) or x.dtype not in (torch.bfloat16, torch.float16):
+            return WINDOWS
+        few = self.stack.models <= FEW and isinstance(k, PlainKernel)
+        if few and conv_unformed.cheaper(tokens, channels, outputs):
+            return UNFORMED
+        direct = stacked_conv.worth_it(x, outputs) and conv_gradient.worth_it(tokens, channels, outputs)
+        return DIRECT if direct else WINDOWS
 
     def _input_gradient(self, shape: torch.Size, matrix: Tensor, cotangent: Tensor) -> Tensor:
         k, (e, _, outputs) = self.kernel, matrix.shape

@@ -2,20 +2,22 @@
 
 A piece knows the squared norms of its rows and their weighted sums. Formed gradients stay in the precision and the order
 of the product that made them; norm and sum read exactly those values, so that a row's contribution is at most what was
-measured. The gradient of a linear map on one vector is an outer product and is never formed.
+measured. The gradient of a linear map on one vector is an outer product and is never formed; nor is that of a wide
+convolution of few positions, where kernels can run.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, usable
 from erlangen.gradients.kernels import stacked_rows as kernel
-from erlangen.gradients.kernels import usable
 from erlangen.gradients.pieces import exact_float32
 
 
@@ -101,6 +103,53 @@ class Outer(Rows):
 
     def dense(self) -> Tensor:
         return (self.d[..., :, None] * self.a[..., None, :]).flatten(2)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Where a convolution's windows lie."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter((self.size, self.stride, self.padding, self.dilation))
+
+
+class Unformed(Rows):
+    """Kernel gradients that `conv_unformed` measures and sums from inputs x and cotangents d, channels-last.
+
+    In another metric, or asked for in full, they are formed after all, and from then on those values are the ones that are
+    measured and summed.
+    """
+
+    def __init__(self, models: int, x: Tensor, d: Tensor, plane: Plane) -> None:
+        self.models, self.x, self.d, self.plane = models, x, d, plane
+        self._formed: Formed | None = None
+
+    def form(self) -> Formed:
+        if self._formed is None:
+            kernels = conv_gradient.conv_gradient(self.x, self.d, 1, *self.plane)[0]  # [N, O, taps, C]
+            _, outputs, taps, channels = kernels.shape
+            self._formed = Formed(self.models, kernels.flatten(2), Taps(outputs, taps, channels, taps * channels))
+        return self._formed
+
+    def energy(self, metric: Tensor | None = None) -> Tensor:
+        if metric is not None or self._formed is not None:
+            return self.form().energy(metric)
+        return conv_unformed.squared_norms(self.x, self.d, 1, *self.plane).double().unflatten(0, (self.models, -1))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self._formed is not None:
+            return self._formed.weighted_sum(weights)
+        parts = zip(self.x.chunk(self.models), self.d.chunk(self.models), weights, strict=True)
+        sums = [conv_unformed.weighted_sum(x, d, w, 1, *self.plane) for x, d, w in parts]
+        return torch.stack(sums).transpose(2, 3).flatten(1)
+
+    def dense(self) -> Tensor:
+        return self.form().dense()
 
 
 def norms(energies: list[Tensor], dtype: torch.dtype) -> Tensor:
