@@ -4,7 +4,9 @@
 
 Both sides of a ratio use the same precision (bf16 autocast unless --float32), memory format, physical batch and compile
 mode. A logical step is batch/physical physical ones and one release; times are medians of whole logical steps, between
-device events, after warm-up. The plain side runs the same fused layers (--separate: as PyTorch runs them).
+device events, after warm-up. The plain side runs the same fused layers (--separate: as PyTorch runs them). With --graph
+both sides replay their physical step (plain: both passes; private: to the clipped sum) as a CUDA graph; noise, release and
+the optimizer's step stay outside on both.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from contextlib import nullcontext
 from datetime import date
 
-SHAPE = (3, 32, 32)
+SHAPE, SHAPES = (3, 32, 32), {"lenet": (1, 28, 28)}
 NAMES = {"eq-resnet9-d4": "eq-resnet9-tuned"}
 
 
@@ -27,7 +29,7 @@ def build(name: str, device: str, channels_last: bool):
     from erlangen.models import make_model
 
     torch.manual_seed(0)
-    module = make_model(NAMES.get(name, name), SHAPE, 10).to(device)
+    module = make_model(NAMES.get(name, name), SHAPES.get(name, SHAPE), 10).to(device)
     return module.to(memory_format=torch.channels_last) if channels_last else module
 
 
@@ -59,7 +61,7 @@ def stepper(method: str, args: argparse.Namespace):
     torch.backends.cudnn.benchmark = True  # both sides: shapes are fixed
     module = build(args.model, device, not args.contiguous)
     rows = args.physical * args.views
-    x = torch.randn(rows, *SHAPE, device=device)
+    x = torch.randn(rows, *SHAPES.get(args.model, SHAPE), device=device)
     x = x if args.contiguous else x.to(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (rows,), device=device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -80,14 +82,20 @@ def stepper(method: str, args: argparse.Namespace):
     run = torch.compile(module) if args.compile else module
     precision = nullcontext if args.float32 else (lambda: torch.autocast(device, torch.bfloat16))
 
+    def passes() -> None:
+        with precision():
+            loss = criterion(run(x), y)
+        loss.backward()
+
+    if args.graph and method in ("plain", "erlangen"):
+        return replayed(module, optimizer, passes, training, args)
+
     def step(first: bool, last: bool) -> None:
         from erlangen.gradients.rows import RowMap
 
         if training is not None:
             training.announce(RowMap.regular(args.physical, args.views), first, last)
-        with precision():
-            loss = criterion(run(x), y)
-        loss.backward()
+        passes()
         if method.startswith("opacus"):  # as its BatchMemoryManager does: clip and add up each part, release with the last
             optimizer.signal_skip_step(not last)
             optimizer.step()
@@ -99,6 +107,55 @@ def stepper(method: str, args: argparse.Namespace):
             optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def replayed(module, optimizer, passes, training, args: argparse.Namespace):
+    """As `stepper`, with the physical step recorded once."""
+    import torch
+
+    from erlangen.gradients.rows import RowMap
+    from erlangen.training.graphs import CudaRecorder
+
+    record = CudaRecorder(torch.device(args.device)) if args.device == "cuda" else (lambda part: part)
+    rows = RowMap.regular(args.physical, args.views)
+    if training is None:
+        passes()  # gradients exist from here on, at addresses that they keep
+        gradients = [p.grad for p in module.parameters()]
+        replay = record(passes)
+
+        def plain(first: bool, last: bool) -> None:
+            if first:
+                torch._foreach_zero_(gradients)
+            replay()
+            if last:
+                optimizer.step()
+
+        return plain
+
+    mechanism, tape = training.mechanism, training.tape
+    sums = {name: torch.zeros_like(total) for name, total in mechanism.clipped_sum().items()}
+    mechanism.sum_in(sums)
+
+    def part() -> None:
+        tape.next_batch()
+        tape.logical += 1
+        tape.rows, tape.blind = rows, True
+        passes()
+        training.accumulate(tape.gradients())
+
+    part()
+    replay = record(part)
+
+    def private(first: bool, last: bool) -> None:
+        training.announce(rows, first, last)
+        if first:
+            torch._foreach_zero_(list(sums.values()))
+            mechanism.sum_in(sums)
+        replay()
+        training.summed = True
+        optimizer.step()
+
+    return private
 
 
 def timed(step, repeats: int, device: str) -> list[float]:
@@ -180,6 +237,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--graph", action="store_true", help="replay physical steps as CUDA graphs, on both sides")
     parser.add_argument("--separate", action="store_true", help="plain layers one by one, not joined as the private ones")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one private step")
     parser.add_argument("--float32", action="store_true")
