@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +156,41 @@ def test_losses_whose_denominator_is_the_batch():
         check_loss(nn.CrossEntropyLoss(), logits, torch.tensor([0, -100, 2]), "mean")
     with pytest.raises(MixesSamples):  # a sum that was announced as a mean
         check_loss(lambda z, y: nn.functional.cross_entropy(z, y, reduction="sum"), logits, targets, "mean")
+
+
+class Backwards(nn.Module):
+    """One layer sees the records in reverse; what comes out is in order again."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.first, self.second, self.returns = nn.Linear(4, 8), nn.Linear(8, 2), returns
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x.flip(0)).flip(0)
+        out = self.second(hidden)
+        kinds = {"dict": {"logits": out}, "list": [out], "scalar first": (hidden.mean(), out), "scalar": out.sum()}
+        return kinds[self.returns]
+
+
+@pytest.mark.parametrize("returns", ["dict", "list", "scalar first"])
+def test_the_order_of_rows_is_seen_in_whatever_a_module_returns(returns):
+    with pytest.raises(MixesSamples, match="another order"):
+        check_independence(Backwards(returns), (torch.randn(3, 4),))
+
+
+def test_an_order_that_cannot_be_seen_is_said():
+    with pytest.warns(UserWarning, match="order of the batch was not checked"):
+        check_independence(Backwards("scalar"), (torch.randn(3, 4),))
+
+
+def test_a_state_of_as_many_layers_as_rows_is_not_taken_for_rows():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(4, 3, num_layers=5, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out, state = self.gru(x)
+            return {"out": out[:, -1], "state": state}
+
+    check_independence(Recurrent(), (torch.randn(3, 6, 4),))

@@ -7,6 +7,7 @@ agree in row 0 but whose outputs do not has looked at other rows; per-sample cli
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,11 @@ from erlangen.gradients.tape import Tape
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
+
+_ORDER_UNSEEN = (
+    "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
+    "for each of them. If rows are sorted, flipped or shuffled inside the module, the guarantee does not hold."
+)
 
 _STATEFUL_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -122,16 +128,26 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     attach(module, watch)
     try:
         with torch.enable_grad():
-            for rows, asked in ((5, range(5)), (7, range(1))):
-                out = module(*(_more_rows(t, rows) for t in inputs))
-                out = out[0] if isinstance(out, tuple) else out
-                if not isinstance(out, Tensor) or not out.requires_grad or not out.ndim or out.shape[0] != rows:
+            outputs = {rows: module(*(_more_rows(t, rows) for t in inputs)) for rows in (5, 7)}
+            for (rows, found), asked in zip(_by_row(outputs).items(), (range(5), range(1)), strict=True):
+                if not found:
+                    warnings.warn(_ORDER_UNSEEN, stacklevel=2)
                     return
                 for row in asked:
                     watch.row, watch.rows_expected = row, rows
-                    out[row].float().sum().backward(retain_graph=True)
+                    torch.stack([out[row].float().sum() for out in found]).sum().backward(retain_graph=True)
     finally:
         detach(module)
+
+
+def _by_row(outputs: dict[int, Any]) -> dict[int, list[Tensor]]:
+    """From what a module returned for each number of rows: the differentiable tensors with one row for each record."""
+    from torch.utils._pytree import tree_leaves
+
+    leaves = {rows: tree_leaves(out) for rows, out in outputs.items()}
+    like = lambda t, rows: isinstance(t, Tensor) and t.requires_grad and t.ndim > 0 and len(t) == rows  # noqa: E731
+    kept = [all(like(t, rows) for t, rows in zip(column, leaves, strict=True)) for column in zip(*leaves.values())]
+    return {rows: [t for t, keep in zip(found, kept) if keep] for rows, found in leaves.items()}
 
 
 class _Watch(Tape):
