@@ -440,6 +440,18 @@ def test_dropout_in_a_cuda_graph_is_drawn_anew():
 
 
 @cuda
+@pytest.mark.parametrize("changes", [{}, {"views": 2, "augment": "shift"}, {"max_physical_batch": 64}], ids=str)
+def test_the_host_never_waits_inside_a_step(changes):
+    for made in lenet_pair(**changes):
+        run(made, 3)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(made, 3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@cuda
 def test_memory_does_not_grow_and_replays_are_faster():
     times = {}
     for made in lenet_pair():

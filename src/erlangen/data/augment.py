@@ -21,7 +21,7 @@ def draw(rows: int, count: int, kind: str, generator: torch.Generator) -> Tensor
     moves = torch.randint(0, 2 * margin + 1, (total, 3), generator=generator, device=generator.device)
     moves[:, 2] = torch.randint(0, 2, (total,), generator=generator, device=generator.device) if flip else 0
     if count > 1:
-        moves[::count] = torch.tensor([margin, margin, 0], device=moves.device)
+        moves[::count, :2], moves[::count, 2] = margin, 0
     return moves
 
 

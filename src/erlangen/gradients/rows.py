@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 
+def sent(t: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait until the device has done what it was given before."""
+    if device.type != "cuda" or t.is_cuda:
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)  # pinned memory is not used again before the copy is over
+
+
 @dataclass(frozen=True)
 class RowMap:
     """Rows → owners of one physical batch.
@@ -62,7 +69,7 @@ class RowMap:
         return self.owners * self.views if self.owner is None else self.owner.numel()
 
     def to(self, device: torch.device) -> RowMap:
-        move = lambda t: None if t is None else t.to(device)  # noqa: E731
+        move = lambda t: None if t is None else sent(t, device)  # noqa: E731
         return RowMap(self.owners, self.views, move(self.owner), self.reduce, move(self.valid))
 
     def mean_factor(self) -> float:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from erlangen.data.augment import draw
-from erlangen.gradients.rows import RowMap
+from erlangen.gradients.rows import RowMap, sent
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.clipping import ClippingRule
@@ -225,11 +225,10 @@ class Records:
         """The records of one part; the host does not wait for the device."""
         if len(rows) != len(self.x):
             raise RuntimeError(f"a part has {len(rows)} rows where {len(self.x)} were recorded")
-        both = torch.stack([rows, owner])
-        self._picked.copy_(both.pin_memory() if self._picked.is_cuda else both, non_blocking=True)
+        self._picked.copy_(sent(torch.stack([rows, owner]), self._picked.device))
         for source, place in zip(self._source, (self.x, self.y), strict=True):
             torch.index_select(source, 0, self._picked[0], out=place)
-        self.moves.copy_(moves, non_blocking=True)
+        self.moves.copy_(moves)
 
     def make_up(self, trial: int) -> None:
         """Random records, a quarter of them padding; from the second trial on one is not a number, and padding is infinite."""

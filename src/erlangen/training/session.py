@@ -23,7 +23,7 @@ from erlangen.accounting.ledger import Release
 from erlangen.data import Dataset, load
 from erlangen.data.augment import draw, views
 from erlangen.gradients.independence import check_independence
-from erlangen.gradients.rows import RowMap
+from erlangen.gradients.rows import RowMap, sent
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import (
     Context,
@@ -186,7 +186,7 @@ class Session:
                 assert self.graph is not None
                 self.graph.add(rows, owner, here, first=k == 0)
             else:
-                index = rows.to(self.device)
+                index = sent(rows, self.device)
                 loss = self.backward(self.x[index], self.y[index], here, owner)
             if self.judge is not None and k == len(parts) - 1:
                 self.judge.step()
