@@ -72,6 +72,19 @@ def test_a_huge_value_without_a_cotangent_hides_nothing(name):
                 assert float(piece.weighted_sum((1.0 / norm).clamp(max=1.0)).norm()) <= 1 + 1e-6, huge
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_huge_activation_does_not_hide_behind_a_tiny_cotangent(dtype):
+    """Squares of either may leave the precision; the gradient, their product, does not."""
+    top = 36 if dtype != torch.float64 else 152
+    for power in range(0, top + 1, 4):
+        huge, tiny = 10.0**power, 10.0**-power
+        for a, d in ((huge, tiny), (tiny, huge), (huge, 0.0), (0.0, huge)):
+            piece = Outer(torch.full((1, 1, WIDTH), a, dtype=dtype), torch.full((1, 1, WIDTH), d, dtype=dtype))
+            norm, exact = piece.norms_squared().sqrt(), WIDTH * float(piece.a[0, 0, 0]) * float(piece.d[0, 0, 0])
+            assert float(norm) == pytest.approx(exact, rel=1e-5), power
+            assert float(piece.weighted_sum((1.0 / norm).clamp(max=1.0)).norm()) <= 1 + 1e-5
+
+
 def test_a_metric_does_not_let_cancelling_tokens_through():
     """The same through the mechanism, with an owner beside it whose gradient is not finite."""
     a, d = cancelling(1e4, 0)

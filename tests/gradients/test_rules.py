@@ -226,11 +226,15 @@ def test_time_major_sequences():
 @given(
     owners=st.integers(1, 3), views=st.integers(1, 3), channels=st.integers(1, 8), out=st.integers(1, 3),
     kernel=st.integers(1, 3), stride=st.integers(1, 3), padding=st.integers(0, 2), dilation=st.integers(1, 2),
-    last=st.booleans(),
+    last=st.booleans(), room=st.sampled_from([1, 700, 1 << 19]),
 )  # fmt: skip
-def test_all_ways_of_forming_a_kernel_gradient_agree(owners, views, channels, out, kernel, stride, padding, dilation, last):
-    """Owner by owner, and im2col with positions or channels innermost: each is the fastest somewhere."""
+def test_all_ways_of_forming_a_kernel_gradient_agree(
+    owners, views, channels, out, kernel, stride, padding, dilation, last, room
+):
+    """Owner by owner, and im2col with positions or channels innermost, for one owner at a time or many: each is the fastest
+    somewhere."""
     from erlangen.gradients.pieces import Dense, gram_norms
+    from erlangen.gradients.rules import conv
     from erlangen.gradients.rules.conv import Conv, Geometry
 
     torch.manual_seed(0)
@@ -242,13 +246,26 @@ def test_all_ways_of_forming_a_kernel_gradient_agree(owners, views, channels, ou
     piece = Conv(x, d, views, weight.shape, geometry)
     want = piece._dense_by_owner()
     mix = torch.rand(owners, dtype=torch.float64)
-    by_tap = piece.by_tap().unflatten(2, (kernel, kernel)).movedim(-1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv, "WINDOW_FLOATS", room)
+        by_tap = piece.by_tap().unflatten(2, (kernel, kernel)).movedim(-1, 2)
+        by_position = piece._product(last=False).view(want.shape)
+        assert any(torch.equal(piece._dense_by_windows(), found) for found in (by_tap, by_position))
     gram = gram_norms(*piece.windows()), gram_norms(*piece.windows_last())
-    for got, norms in zip((piece._dense_by_windows(), by_tap), gram, strict=True):
+    for got, norms in zip((by_position, by_tap), gram, strict=True):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(Dense(got).weighted_sum(mix), torch.einsum("n,n...->...", mix, want))
         torch.testing.assert_close(Dense(got).norms_squared(), want.flatten(1).square().sum(1))
         torch.testing.assert_close(norms, want.flatten(1).square().sum(1))
+
+
+def test_windows_of_groups_are_those_of_each_group_alone():
+    from erlangen.gradients.rules.conv import Conv, Geometry
+
+    torch.manual_seed(0)
+    x, d = torch.randn(6, 4, 7, 6, dtype=torch.float64), torch.randn(6, 6, 5, 4, dtype=torch.float64)
+    piece = Conv(x, d, 2, (6, 2, 3, 3), Geometry((3, 3), (1, 1), (0, 0), (1, 1), 2))
+    torch.testing.assert_close(piece._dense_by_windows(), piece._dense_by_owner())
 
 
 def test_three_bfloat16_parts_are_a_float32_number():

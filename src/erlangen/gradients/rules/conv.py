@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, usable
 from erlangen.gradients.kernels.conv2d import HALF, conv2d, few_channels, windowed
 from erlangen.gradients.pieces import (
+    CHUNK_FLOATS,
     Dense,
     Piece,
     Weight,
@@ -29,8 +30,8 @@ from erlangen.gradients.tape import Tape
 
 #: flops of one owner's kernel gradient below which calling the native kernel per owner costs more than it computes
 SMALL_OWNER = 2e6
-#: channels from which on im2col with channels innermost copies in runs that are worth it, on a CPU
-LONG_RUN = 6
+#: entries of a buffer of windows on a CPU: about what its caches hold, and every part of a batch is formed in the same one
+WINDOW_FLOATS = 1 << 19
 
 _PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -101,8 +102,7 @@ class Conv(Piece):
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
         if self.has_kernel():
             return self.by_kernel()[0]
-        a, d = self.windows_last()
-        return (d.mT @ a).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
+        return self._product(last=True).unflatten(-1, (math.prod(self.geometry.kernel), self.shape[1]))
 
     def by_kernel(self, norms: int = conv_gradient.NOTHING) -> tuple[Tensor, Tensor]:
         """`by_tap`, and what is asked for beside it."""
@@ -141,11 +141,26 @@ class Conv(Piece):
         return out
 
     def _dense_by_windows(self) -> Tensor:
-        if self.geometry.groups > 1 or (self.shape[1] < LONG_RUN and not self.x.is_cuda):
-            return torch.cat([d.mT @ a for a, d in map(Conv.windows, self.chunks())]).view(self.count, *self.shape)
-        parts = [part.by_tap() for part in self.chunks()]
-        g = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return g.unflatten(2, self.geometry.kernel).movedim(-1, 2)
+        if not self._runs_of_channels():
+            return self._product(last=False).view(self.count, *self.shape)
+        return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
+
+    @torch.no_grad()
+    def _product(self, last: bool) -> Tensor:
+        """Windows times cotangents, [n·G, O/G, window]. Windows exist for a part of the owners at a time, always in the same
+        buffer: on a CPU it is still in the cache when the product reads it."""
+        windows, d = self._windows_last() if last else self._windows(), self._cotangents()
+        n, groups, inner = self.count, self.geometry.groups, math.prod(self.shape[1:])
+        floats = CHUNK_FLOATS["cuda"] if d.is_cuda else WINDOW_FLOATS
+        size = max(1, min(n, floats // max(1, windows.shape[1:].numel())))
+        buffer = d.new_empty(size, *windows.shape[1:])
+        out = d.new_empty(n, groups, self.shape[0] // groups, inner)
+        for start in range(0, n, size):
+            part = slice(start, start + size)
+            held = buffer[: min(size, n - start)].copy_(windows[part])
+            a = held.view(-1, d.shape[-1], inner) if last else held.view(-1, inner, d.shape[-1]).mT
+            torch.bmm(d[part].flatten(0, 1), a, out=out[part].flatten(0, 1))
+        return out.flatten(0, 1)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         if self.measured_formed:
@@ -175,15 +190,37 @@ class Conv(Piece):
     def gram(self) -> Tensor:
         (x, size_x), (d, size_d) = unit_scale(self.x, self.count), unit_scale(self.d, self.count)
         scaled = Conv(x, d, self.views, self.shape, self.geometry)
-        last = self.geometry.groups == 1 and self.shape[1] >= LONG_RUN
-        norms = gram_norms(*(scaled.windows_last() if last else scaled.windows()))
+        norms = gram_norms(*(scaled.windows_last() if self._runs_of_channels() else scaled.windows()))
         return rescaled(norms.view(self.count, self.geometry.groups).sum(1), size_x, size_d)
 
+    def _runs_of_channels(self) -> bool:
+        """Which im2col copies in longer runs: a row of taps with channels innermost, or a row of positions, which strides
+        break. On a GPU channels-last is what the network stores."""
+        g = self.geometry
+        long = g.kernel[-1] * self.shape[1] * g.stride[-1] >= self.d.shape[-1]
+        return g.groups == 1 and (long or self.x.is_cuda)
+
     def windows(self) -> tuple[Tensor, Tensor]:
-        """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G]), positions innermost in memory: long runs."""
-        g, spatial = self.geometry, len(self.geometry.kernel)
+        """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G]), positions innermost in memory."""
+        d = self._cotangents().flatten(0, 1)
+        return self._windows().reshape(len(d), math.prod(self.shape[1:]), d.shape[2]).mT, d.mT
+
+    def windows_last(self) -> tuple[Tensor, Tensor]:
+        """im2col with channels innermost, as a channels-last network stores them: ([n, V·T, k·C], [n, V·T, O])."""
+        d = self._cotangents().squeeze(1)
+        return self._windows_last().reshape(len(d), d.shape[2], math.prod(self.shape[1:])), d.mT
+
+    def _cotangents(self) -> Tensor:
+        """[n, G, O/G, V·T]"""
+        groups, tokens = self.geometry.groups, math.prod(self.d.shape[2:])
+        d = self.d.reshape(self.count, self.views, groups, self.shape[0] // groups, tokens)
+        return d.movedim(1, 3).reshape(self.count, groups, self.shape[0] // groups, self.views * tokens)
+
+    def _windows(self) -> Tensor:
+        """[n, G, C/G, k…, V, T…], a view."""
+        g, spatial, size = self.geometry, len(self.geometry.kernel), self.d.shape[2:]
         x = F.pad(self.x, [p for side in reversed(g.padding) for p in (side, side)]) if any(g.padding) else self.x
-        x, size = x.contiguous(), self.d.shape[2:]
+        x = x.contiguous()
         rows, channels = x.shape[:2]
         strides = x.stride()
         inner = [s * k for s, k in zip(strides[2:], g.dilation, strict=True)]
@@ -192,15 +229,10 @@ class Conv(Piece):
             (rows, g.groups, channels // g.groups, *g.kernel, *size),
             (strides[0], strides[1] * (channels // g.groups), strides[1], *inner, *outer),
         )
-        # [n, V, G, C/G, k…, T…] → [n, G, C/G, k…, V, T…]
-        view = view.unflatten(0, (self.count, self.views)).movedim(1, 3 + spatial)
-        tokens = self.views * math.prod(size)
-        a = view.reshape(self.count * g.groups, math.prod(self.shape[1:]), tokens)
-        d = self.d.reshape(self.count, self.views, g.groups, self.shape[0] // g.groups, math.prod(size))
-        return a.mT, d.permute(0, 2, 3, 1, 4).reshape(self.count * g.groups, self.shape[0] // g.groups, tokens).mT
+        return view.unflatten(0, (self.count, self.views)).movedim(1, 3 + spatial)
 
-    def windows_last(self) -> tuple[Tensor, Tensor]:
-        """im2col with channels innermost, as a channels-last network stores them: ([n, V·T, k·C], [n, V·T, O])."""
+    def _windows_last(self) -> Tensor:
+        """[n, V, T…, k…, C], a view; no groups."""
         g, size = self.geometry, self.d.shape[2:]
         x = self.x.movedim(1, -1).contiguous()
         if any(g.padding):
@@ -209,9 +241,7 @@ class Conv(Piece):
         inner = [s * k for s, k in zip(strides, g.dilation, strict=True)]
         outer = [s * k for s, k in zip(strides, g.stride, strict=True)]
         view = x.as_strided((x.shape[0], *size, *g.kernel, x.shape[-1]), (rows, *outer, *inner, step))
-        tokens = self.views * math.prod(size)
-        a = view.reshape(self.count, tokens, math.prod(g.kernel) * x.shape[-1])
-        return a, self.d.movedim(1, -1).reshape(self.count, tokens, self.shape[0])
+        return view.unflatten(0, (self.count, self.views))
 
     def chunks(self) -> list[Conv]:  # type: ignore[override]
         windows = self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups

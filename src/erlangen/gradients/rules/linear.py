@@ -31,6 +31,6 @@ def tapped_linear(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, ba
         if weight.requires_grad:
             yield weight, Outer(a, d)
         if bias is not None and bias.requires_grad:
-            yield bias, Dense(d.sum(1))
+            yield bias, Dense(d[:, 0] if d.shape[1] == 1 else d.sum(1))
 
     return tape.tap(out, (x,), (weight, bias), pieces, tape.batch_dim(x) if batch_dim is None else batch_dim)
