@@ -521,3 +521,26 @@ def test_a_schedule_of_batch_sizes_is_accounted_as_it_goes():
     engine.training.sampler.expected_batch = 10.0
     assert engine.event() != small
     assert engine.event().sampling_probability == 0.5
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_is_charged_at_the_rate_at_which_it_was_drawn(num_workers):
+    """A schedule that lowers the rate while a batch is in hand, or while a loader has drawn ahead, saves nothing on it."""
+    model, data = nn.Linear(3, 2), TensorDataset(torch.randn(40, 3), torch.zeros(40, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, loading = erlangen.PrivacyEngine(seed=0), {"num_workers": num_workers}
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=20, **loading), noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    sampler, rates, draw = engine.training.sampler, [], engine.training.sampler.draw
+    sampler.draw = lambda: (rates.append(sampler.sample_rate), draw())[1]
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        sampler.expected_batch = sampler.expected_batch / 2
+        optimizer.step()
+    charged = [e.sampling_probability for e, count in engine.accountant.history for _ in range(count)]
+    assert charged == rates[: len(charged)]
+    assert charged[0] == 0.5
+    assert engine.event().sampling_probability == sampler.sample_rate < charged[-1]

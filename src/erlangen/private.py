@@ -55,6 +55,8 @@ class PrivateTraining:
         #: whether the announced batch is in the mechanism's sum already: a recorded part adds it without the tape
         self.summed = False
         self._event: tuple[tuple[float, float, int], DpEvent] | None = None
+        #: the expected batch at which the loader drew the batch in hand
+        self._drawn: float | None = None
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
         self._updates = 0
@@ -71,6 +73,7 @@ class PrivateTraining:
             self._pending = False
         self._tickets.draw(source, tried=self.tape.next_batch())
         self.tape.logical += first
+        self._drawn = None if source is None else source.expected_batch
         self.tape.rows, self._last, self.summed = rows, last, False
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
@@ -97,7 +100,7 @@ class PrivateTraining:
     def release(self) -> None:
         """Set the private gradient of all that was accumulated since the last release; once per logical batch."""
         private = self.noised() if self.workers.alone else joint.release(self)
-        self._pending = False
+        self._pending, self._drawn = False, None
         self._hand_over(private)
 
     def noised(self) -> joint.Private:
@@ -155,16 +158,19 @@ class PrivateTraining:
             parameter.grad = None
 
     def event(self) -> DpEvent:
-        """One step's event at the σ and the rate of this moment: a schedule of either is accounted as it goes."""
+        """One step's event at the σ of this moment and the rate at which the batch in hand was drawn (that of this moment if
+        there is none): a schedule of either is accounted as it goes."""
         sigma = self.mechanism.noise_multiplier
-        now = (sigma, self.sampler.expected_batch, len(self.extras))
+        drawn = self.sampler.expected_batch if self._drawn is None else self._drawn
+        now = (sigma, drawn, len(self.extras))
         if self._event is None or self._event[0] != now:
-            self._event = (now, self.step_event(sigma))
+            self._event = (now, self.step_event(sigma, drawn))
         return self._event[1]
 
-    def step_event(self, sigma: float) -> DpEvent:
+    def step_event(self, sigma: float, expected_batch: float | None = None) -> DpEvent:
         """Everything that one step releases at noise multiplier σ, amplification included."""
-        own = self.sampler.event(self.mechanism.event(sigma))
+        sampler = self.sampler if expected_batch is None else self.sampler.at(expected_batch)
+        own = sampler.event(self.mechanism.event(sigma))
         return sequence([own, *(extra(sigma) for extra in self.extras)]) if self.extras else own
 
     # -- before and after -----------------------------------------------------------------------------------------

@@ -30,15 +30,16 @@ class _Batches:
 
     def __init__(self, sampler: Sampler, units: Units, limit: int | None, workers: Workers) -> None:
         self.sampler, self.units, self.limit, self.workers = sampler, units, limit, workers
-        self.coming: deque[tuple[RowMap, bool, bool]] = deque()
+        self.coming: deque[tuple[RowMap, bool, bool, float]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         coming = self.coming
         for _ in range(self.sampler.steps_per_epoch):
+            expected = self.sampler.expected_batch
             parts = self.units.share(self.sampler.draw(), self.limit, self.workers).parts
             for k, (rows, owner) in enumerate(parts):
                 owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
-                coming.append((owners, k == 0, k == len(parts) - 1))
+                coming.append((owners, k == 0, k == len(parts) - 1, expected))
                 yield rows.tolist()
 
     def __len__(self) -> int:
@@ -105,7 +106,8 @@ class PrivateLoader(DataLoader):
         this = Pass()
         try:
             for batch in super().__iter__():
-                self._announce(*coming.popleft(), this)
+                rows, first, last, this.expected_batch = coming.popleft()
+                self._announce(rows, first, last, this)
                 yield batch
         except GeneratorExit:  # the loop was left, or one batch was looked at
             this.left = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from abc import ABC, abstractmethod
@@ -60,6 +61,14 @@ class Sampler(ABC):
     @property
     def steps_per_epoch(self) -> int:
         return max(1, round(self.units / self.expected_batch))
+
+    def at(self, expected_batch: float) -> Sampler:
+        """This sampler as it was, or will be, at another expected batch: for the price of what was drawn then."""
+        if expected_batch == self.expected_batch:
+            return self
+        other = copy.copy(self)
+        other.expected_batch = expected_batch
+        return other
 
     def draw(self) -> Tensor:
         """The units of the next logical batch; may be empty."""

@@ -12,6 +12,8 @@ class Pass:
 
     def __init__(self) -> None:
         self.over = self.left = self.stepped = False
+        #: the sampler's expected batch when the batch in hand was drawn: loaders draw ahead, and it may have moved since
+        self.expected_batch: float | None = None
 
     @property
     def idle(self) -> bool:
