@@ -75,12 +75,12 @@ class PartGraph:
 
     def ready(self) -> bool:
         """Whether the parts of the next logical batch are replayed. To be asked before its first part is announced."""
-        if self.reason is None:
+        if self.reason is None and (self._replay is None or self._facts != facts(self.session)):
             self.reason = refusal(self.session)
-            if self.reason is not None:
-                self._say()
-            elif self._replay is None or self._facts != facts(self.session):
+            if self.reason is None:
                 self._record()
+            else:
+                self._say()
         return self.reason is None
 
     def add(self, rows: Tensor, owner: Tensor, moves: Tensor, first: bool) -> None:
@@ -329,21 +329,27 @@ def refusal(session: Session) -> str | None:
 
 
 def _hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def facts(session: Session) -> Any:
-    """Everything that a recording has fixed beside shapes; when it changes, the recording is made anew."""
-    model, mechanism = session.model, session.training.mechanism
-    assert isinstance(mechanism, GaussianMechanism)
-    tensors = [*model.parameters(), *model.buffers()]
-    return (
-        [(t.data_ptr(), t.requires_grad) for t in tensors],
-        [m.training for m in model.modules()],
-        (id(mechanism), id(mechanism.geometry), id(mechanism.clipping), repr(sorted(vars(mechanism.clipping).items()))),
-        (id(session.criterion), session.halved, session.physical_rows, session.training.tape.strategy),
-    )
+    """Everything that a recording has fixed beside shapes. Asked for at every step: when it changes, the recording goes."""
+    mechanism = session.training.mechanism
+    rule = getattr(mechanism, "clipping", None)
+    found: list[Any] = [
+        id(mechanism), id(getattr(mechanism, "geometry", None)), id(rule), repr(vars(rule)),
+        id(session.criterion), session.halved, session.physical_rows, session.training.tape.strategy,
+    ]  # fmt: skip
+    waiting: list[nn.Module] = [session.model]
+    while waiting:
+        module = waiting.pop()
+        found.append((id(module), module.training, _hooks(module)))
+        for t in (*module._parameters.values(), *module._buffers.values()):
+            found.append(None if t is None else (t.data_ptr(), t.requires_grad))
+        waiting.extend(child for child in module._modules.values() if child is not None)
+    return found
 
 
 def close(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> Tensor:
