@@ -183,6 +183,25 @@ def test_networks_with_kernels_have_the_gradients_of_those_without(monkeypatch, 
     assert (summed - want).norm() / want.norm() < (5e-3 if unformed else 1e-5)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_norm_takes_the_activation_before_it(monkeypatch, fast):
+    """Once, and only where nothing else reads what the activation gives; on either path the model is the same."""
+    monkeypatch.setattr(kernels, "FORCED", fast)
+    torch.manual_seed(6)
+    shared = nn.SiLU()
+    build = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(1, 4, 3), nn.Mish(), nn.GroupNorm(2, 4), shared, nn.GroupNorm(1, 4), shared, nn.Flatten(), nn.Linear(16, 2)
+    )
+    models = [build().to(DEVICE) for _ in range(2)]
+    stack, x = Stack(models, 1), torch.randn(2, 1, 4, 4, device=DEVICE)
+    assert [stack.skeleton[k].__dict__["forward"].spec.pre for k in (2, 4)] == ["mish", "identity"]
+    found = stack.dense(stack.backward(stack(x), torch.tensor([0, 1], device=DEVICE)))
+    for k, model in enumerate(models):
+        loss = F.cross_entropy(model(x[k : k + 1]), torch.tensor([k], device=DEVICE))
+        want = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        close(found[k, 0], want, 1e-5)
+
+
 def test_a_row_that_is_never_formed_is_at_most_what_was_measured(monkeypatch):
     monkeypatch.setattr(kernels, "FORCED", True)
     torch.manual_seed(5)

@@ -154,6 +154,7 @@ class Stack:
         return self.skeleton(x)
 
     def _replace_layers(self) -> None:
+        from erlangen.training.stacked_layers import join_activations
         from erlangen.training.stacked_pool import replace_pools
 
         replace_pools(self.skeleton)
@@ -164,6 +165,7 @@ class Stack:
                 raise ValueError(f"{sorted(set(wanted) - set(known))} of {path!r} are shared with another layer; untie them")
             if known:
                 module.__dict__["forward"] = _builder(module)(self, module, known)
+        join_activations(self.skeleton)
 
 
 def _builder(module: nn.Module) -> LayerBuilder:

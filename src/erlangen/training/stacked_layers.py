@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from erlangen.gradients.joined import chains
 from erlangen.gradients.kernels import stacked_norm as kernel
 from erlangen.gradients.kernels import usable
+from erlangen.gradients.kernels.norm_act import _TWINS as TWINS
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_circulant import circulant_kernel
@@ -182,10 +186,27 @@ def is_plain_norm(module: nn.Module) -> bool:
     return type(module).__name__ == "EquivariantGroupNorm" and not getattr(module, "per_element", True)
 
 
+def join_activations(model: nn.Module) -> None:
+    """Let every norm of a stack that follows an activation in a chain do both, in one pass over the map."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for chain, found in chains(model):
+        for run in found:
+            norm, before = run.norm.module.__dict__.get("forward"), list(chain)[run.start]
+            once = places[id(before)] == places[id(run.norm.module)] == 1
+            if isinstance(norm, StackedNorm) and run.spec.pre != "identity" and once and "forward" not in before.__dict__:
+                norm.spec = dataclasses.replace(norm.spec, pre=run.spec.pre)
+                before.__dict__["forward"] = _as_it_is
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 class StackedNorm(StackedLayer):
     """Group norm on channels-last maps: statistics and sums in float32, one multiply-add each way.
 
-    With s₁ = Σd and s₂ = Σd·x over the positions of a channel, all gradients follow from sums of length C.
+    With s₁ = Σd and s₂ = Σd·x over the positions of a channel, all gradients follow from sums of length C. The norm may
+    have taken over an activation before it, ``spec.pre``: in the same kernel where there is one.
     """
 
     def __init__(self, stack: Stack, module: nn.Module, names: Mapping[str, str]) -> None:
@@ -195,8 +216,15 @@ class StackedNorm(StackedLayer):
         self.field, self.eps = int(getattr(norm, "field_size", 1)), float(norm.eps)
         self.spec = NormAct(self.groups, self.eps)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        pre = self.spec.pre
+        return super().__call__(x if pre == "identity" or self._fast(x) else TWINS[pre](x))
+
+    def _fast(self, x: Tensor) -> bool:
+        return usable(x) and kernel.fits(x, self.spec)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        if usable(x) and kernel.fits(x, self.spec):
+        if self._fast(x):
             gamma, beta = self._affine("weight", x, 1.0), self._affine("bias", x, 0.0)
             z, *statistics = kernel.forward(x, gamma, beta, self.spec)
             return z, (x, gamma, *statistics)
