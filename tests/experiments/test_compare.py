@@ -98,6 +98,7 @@ def test_what_cannot_work_fails_before_anything_is_trained(tmp_path):
     for change, words in (
         ({"mechanisms": ("iso", "iso")}, "each once"), ({"seeds": 0}, "at least 1"), ({"held_out": 1.0}, "share"),
         ({"accounted": True, "trials": 0}, "needs trials"), ({"base": dataclasses.replace(BASE, secure=True)}, "secure"),
+        ({"accounted": True, "base": dataclasses.replace(BASE, unit="patient")}, "patient with k of them"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             dataclasses.replace(SPEC, **change)

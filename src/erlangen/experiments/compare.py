@@ -66,6 +66,11 @@ class Comparison:
             raise ConfigError(f"held_out is {self.held_out}; give a share between 0 and 1")
         if self.accounted and self.trials < 1:
             raise ConfigError("accounted tuning needs trials; give --trials, or leave out --accounted")
+        if self.accounted and self.base.unit is not None:
+            raise ConfigError(
+                f"accounted tuning scores held-out records, and a {self.base.unit} with k of them would move the score by k where "
+                "1 is paid for: leave out --accounted, or --unit"
+            )
         if wants_private(self.base):
             raise ConfigError(
                 "normalise is 'private': the runs of a comparison would share constants that none of them counts; give public "
