@@ -10,11 +10,11 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
 
 from erlangen.gradients import kernels
-from erlangen.gradients.kernels import stacked_conv, stacked_norm, stacked_pool, stacked_windows
+from erlangen.gradients.kernels import stacked_conv, stacked_fields, stacked_norm, stacked_pool, stacked_windows
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.models import make_model
 from erlangen.training.stacked import Stack
-from erlangen.training.stacked_rows import Plane, Unformed, norms
+from erlangen.training.stacked_rows import Fields, Plane, Unformed, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16 matrices
@@ -107,6 +107,20 @@ def test_norms_of_many_models_are_theirs(monkeypatch, channels, groups, size, pr
         close(a, b, 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("fields", "components", "outputs", "size", "stride", "padding", "dilation"),
+    [(2, 8, 16, (5, 5), 1, 2, 1), (4, 4, 136, (3, 3), 2, 1, 1), (3, 8, 24, (3, 3), 1, 0, 2)],
+)
+def test_gradients_by_field_are_those_of_unfolding(fields, components, outputs, size, stride, padding, dilation):
+    torch.manual_seed(7)
+    x = maps(2, fields * components, 9, 11, dtype=HALF)
+    assert stacked_fields.fits(x, outputs, components, size[0] * size[1])
+    out = [(n + 2 * padding - dilation * (s - 1) - 1) // stride + 1 for n, s in zip(x.shape[2:], size, strict=True)]
+    d = maps(2, outputs, *out, dtype=HALF)
+    plane = components, size, stride, padding, dilation
+    close(stacked_fields.gradients(x, d, *plane), stacked_fields.reference(x.double(), d.double(), *plane), 1e-2)
+
+
 NETWORKS = {
     "c8-cnn": (1, 12, {"field_counts": (2, 2), "kernel_size": 5, "head_pool": "max"}),
     "lenet": (1, 28, {}),
@@ -175,6 +189,8 @@ def test_networks_with_kernels_have_the_gradients_of_those_without(monkeypatch, 
     exact = rows_of(name, torch.float64, monkeypatch, False)[0]
     rounding = (plain - exact).norm() / exact.norm()  # what this precision costs anyway
     assert (found - exact).norm() / exact.norm() < 1.5 * rounding + (0.01 if half else 1e-5)
+    steerable = any(isinstance(getattr(piece, "order", None), Fields) for piece in rows.values())
+    assert steerable == (half and name == "c8-cnn")
     unformed = any(isinstance(piece, Unformed) for piece in rows.values())
     assert unformed == (half and name == "deep")
     torch.testing.assert_close(measured, found.norm(dim=2), rtol=5e-3 if unformed else 1e-5, atol=0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from erlangen.gradients.attach import plan
-from erlangen.training.stacked_rows import Formed, Rows, Taps
+from erlangen.training.stacked_rows import Formed, Order, Rows
 
 LayerBuilder = Callable[["Stack", nn.Module, Mapping[str, str]], "StackedLayer"]
 
@@ -56,7 +56,7 @@ class StackedLayer(ABC):
         assert weight is not None
         return weight
 
-    def record(self, local: str, rows: Tensor | Rows, order: Taps | None = None) -> None:
+    def record(self, local: str, rows: Tensor | Rows, order: Order | None = None) -> None:
         """The gradients of every row, [E·P, *shape] unless stored in another ``order``."""
         if local in self.names:
             piece = rows if isinstance(rows, Rows) else Formed(self.stack.models, rows, order)

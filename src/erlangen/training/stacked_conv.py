@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_conv, stacked_windows, usable
 from erlangen.gradients.kernels.im2col import im2col
 from erlangen.training.stacked import StackedLayer
-from erlangen.training.stacked_layers import PlainKernel, kernel_of, widened
+from erlangen.training.stacked_layers import PlainKernel, SteerableKernel, kernel_of, widened
 from erlangen.training.stacked_rows import Plane, Unformed
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ALIGN = 8
 MOST = 65535
 #: models whose sums are worth a launch each
 FEW = 32
-WINDOWS, DIRECT, UNFORMED = "windows", "direct", "unformed"
+WINDOWS, DIRECT, FIELDS, UNFORMED = "windows", "direct", "fields", "unformed"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class StackedConv(StackedLayer):
         self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
         if kept.way == UNFORMED:
             self.record("weight", Unformed(self.stack.models, kept.maps, cotangent, self._plane()))
+        elif kept.way == FIELDS:
+            assert isinstance(self.kernel, SteerableKernel)
+            self.kernel.pull_maps(self, kept.maps, cotangent)
         elif kept.way == DIRECT:
             rows = conv_gradient.conv_gradient(kept.maps, cotangent, 1, *self._plane())[0]
             self.kernel.pull(self, rows.flatten(2), kept.shape[1])
@@ -86,7 +89,8 @@ class StackedConv(StackedLayer):
         return Plane(k.size, (k.stride, k.stride), (k.padding, k.padding), (k.dilation, k.dilation))
 
     def _way(self, x: Tensor, outputs: int) -> str:
-        """How the rows' kernel gradients are found: from windows, by a kernel that forms them, or one that does not."""
+        """How the rows' kernel gradients are found: from windows, by a kernel that forms them (in the order of
+        a basis, if there is one), or by one that does not."""
         k, channels = self.kernel, x.shape[1]
         size = [(n + 2 * k.padding - k.dilation * (s - 1) - 1) // k.stride + 1 for n, s in zip(x.shape[2:], k.size)]
         tokens = size[0] * size[1]
@@ -96,6 +100,8 @@ class StackedConv(StackedLayer):
         few = self.stack.models <= FEW and isinstance(k, PlainKernel)
         if few and conv_unformed.cheaper(tokens, channels, outputs):
             return UNFORMED
+        if isinstance(k, SteerableKernel) and stacked_conv.worth_it(x, outputs) and k.joins(x, outputs):
+            return FIELDS
         direct = stacked_conv.worth_it(x, outputs) and conv_gradient.worth_it(tokens, channels, outputs)
         return DIRECT if direct else WINDOWS
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from erlangen.gradients.joined import chains
+from erlangen.gradients.kernels import stacked_fields, usable
 from erlangen.gradients.kernels import stacked_norm as kernel
-from erlangen.gradients.kernels import usable
 from erlangen.gradients.kernels.norm_act import _TWINS as TWINS
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_circulant import circulant_kernel
-from erlangen.training.stacked_rows import Outer, Taps
+from erlangen.training.stacked_rows import Fields, Outer, Taps
 
 if TYPE_CHECKING:
     from erlangen.equivariant import SteerableConv2d
@@ -132,6 +132,19 @@ class SteerableKernel:
         split = rows.view(rows.shape[0], b.fields_out, b.d_out, b.size**2, b.fields_in, b.d_in)
         entries = widened(split).permute(0, 1, 4, 2, 3, 5).contiguous().view(rows.dtype).view(-1, self.basis.shape[1])
         layer.record("weight", (entries @ self.basis.to(entries).T).view(rows.shape[0], -1))
+
+    def joins(self, x: Tensor, outputs: int) -> bool:
+        """Whether `pull_maps` can form the gradients in the order of the basis."""
+        return self.basis is not None and stacked_fields.fits(x, outputs, self.block.d_in, self.block.size**2)
+
+    def pull_maps(self, layer: StackedLayer, x: Tensor, cotangent: Tensor) -> None:
+        """As `pull`, from the maps themselves."""
+        assert self.basis is not None
+        b = self.block
+        pairs = stacked_fields.gradients(x, cotangent, b.d_in, self.size, self.stride, self.padding, self.dilation)
+        entries = pairs.view(-1, self.basis.shape[1])  # [N·in·out, d_out·k·k·d_in]
+        rows = (entries @ self.basis.to(entries).T).view(x.shape[0], -1)
+        layer.record("weight", rows, Fields(b.fields_out, b.fields_in))
 
     def _pull_any(self, layer: StackedLayer, rows: Tensor) -> Tensor:
         theta, module = layer.weight(), self.module

@@ -41,6 +41,23 @@ class Taps:
         return F.pad(entries, (0, self.width - self.taps * self.channels), value=fill).flatten(-2)
 
 
+@dataclass(frozen=True)
+class Fields:
+    """Coefficients of pairs of fields [out, in, n] stored as [in, out, n]."""
+
+    fields_out: int
+    fields_in: int
+
+    def read(self, stored: Tensor) -> Tensor:
+        return stored.unflatten(-1, (self.fields_in, self.fields_out, -1)).transpose(-3, -2).flatten(-3)
+
+    def write(self, values: Tensor, fill: float) -> Tensor:
+        return values.unflatten(-1, (self.fields_out, self.fields_in, -1)).transpose(-3, -2).flatten(-3)
+
+
+Order = Taps | Fields
+
+
 class Rows(ABC):
     """Gradients of one parameter: E models, P rows each, d entries."""
 
@@ -60,7 +77,7 @@ class Rows(ABC):
 class Formed(Rows):
     """Rows that were written down, [E·P, …]."""
 
-    def __init__(self, models: int, values: Tensor, order: Taps | None = None) -> None:
+    def __init__(self, models: int, values: Tensor, order: Order | None = None) -> None:
         self.values = values.reshape(models, values.shape[0] // models, -1).contiguous()
         self.order = order
 
