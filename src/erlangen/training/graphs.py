@@ -182,15 +182,18 @@ class CudaRecorder:
 
     def __call__(self, part: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
+            usual, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(usual)
             with torch.cuda.stream(side), _refused_waiting():
                 part()
-            torch.cuda.current_stream().wait_stream(side)
+            usual.wait_stream(side)
             gc.collect()  # no node of an earlier backward pass may tie the recording to another stream
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # PyTorch's own generator, which dropout draws from, is registered with it
-                part()
+            try:
+                with torch.cuda.graph(graph, stream=side):  # with PyTorch's own generator, which dropout draws from
+                    part()
+            finally:
+                torch.cuda.set_stream(usual)  # where it fails, PyTorch may leave the other one behind
         return graph.replay
 
 
@@ -211,7 +214,7 @@ class Records:
     def __init__(self, session: Session) -> None:
         rows, config = session.physical_rows, session.config
         assert rows is not None, "parts have a static size"
-        self._source, self._classes = (session.x, session.y), session.dataset.classes
+        self._source, self._classes = (session.inputs, session.y), session.dataset.classes
         self._augmented = config.views, config.augment
         self._picked = torch.zeros(2, rows, dtype=torch.long, device=session.device)
         self.x, self.y = (torch.zeros_like(t[:1]).expand(rows, *t.shape[1:]).clone() for t in self._source)
@@ -287,15 +290,18 @@ class Watch(TorchDispatchMode):
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Refuse what a recording would not repeat: numbers drawn on the host, and state that a forward pass leaves in modules."""
-    buffers = {b: b.detach().clone() for b in model.buffers()}
-    before, versions = _host_state(model, device), [b._version for b in buffers]
-    yield
-    if versions != [b._version for b in buffers]:
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
-        raise Unrecordable("the forward pass writes to a buffer of the model")
-    if before != _host_state(model, device):
-        raise Unrecordable("the forward pass draws random numbers on the host, or changes an attribute of a module")
+    kept = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+    before = _host_state(model, device)
+    try:
+        yield
+        if any(buffer._version != version for buffer, version, _ in kept):
+            raise Unrecordable("the forward pass writes to a buffer of the model")
+        if before != _host_state(model, device):
+            raise Unrecordable("the forward pass draws random numbers on the host, or changes an attribute of a module")
+    finally:
+        for buffer, version, value in kept:
+            if buffer._version != version:
+                buffer.copy_(value)
 
 
 def _host_state(model: nn.Module, device: torch.device) -> bytes:
