@@ -304,3 +304,14 @@ def test_formats_that_were_not_asked_for_are_not_decoded(tmp_path):
     (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
     with pytest.raises(BadImage, match="is not an image"):
         facts(tmp_path / "a.png")
+
+
+def test_whose_an_image_is_without_saying_that_it_counts_is_refused(tmp_path):
+    """Ids that nobody asked to protect would leave every image protected by itself, and its owner not."""
+    root = patients(tmp_path / "d")
+    with pytest.raises(DataError, match="unit is not given"):
+        load(root, unit_pattern=r"^(p\d+)_")
+    table = tmp_path / "owners.csv"
+    table.write_text("file,patient\n")
+    with pytest.raises(DataError, match="unit_csv says whose"):
+        load(root, unit_csv=str(table))

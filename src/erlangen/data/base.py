@@ -107,6 +107,10 @@ def load(source: str | Path, unit: str | None = None, **options: Any) -> Dataset
         dataset = _DATASETS[str(source)]()
         constants = chosen.constants()
         return dataset if constants is None else renormalised(dataset, *constants)
+    if unit is None and (chosen.unit_pattern or chosen.unit_csv):
+        given = "unit_pattern" if chosen.unit_pattern else "unit_csv"
+        raise DataError(f"{given} says whose each image is, but unit is not given: without it each image is protected by itself. "
+                        "Give unit (--unit patient, say)")  # fmt: skip
     return _own(Path(source), unit, chosen)
 
 
