@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from erlangen.training.companions import Importance, ImportanceSampler, Judge, m
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.ema import EMA
+from erlangen.training.frozen import FrozenTrunk
 from erlangen.training.graphs import PartGraph
 from erlangen.training.metrics import evaluate, near_zero
 from erlangen.training.normalise import release_normalisation, wants_private
@@ -103,6 +105,9 @@ class Session:
         self.criterion: Callable[[Tensor, Tensor], Tensor] = (
             declared if isinstance(declared, nn.Module) else F.cross_entropy
         )
+        frozen = self._frozen()
+        #: what a step starts from: images and the model, or features of its frozen trunk and the rest of it
+        self.inputs, self.forward = (self.x, self.model) if frozen is None else (frozen.features, frozen.tail)
         self.importance = Importance(self, self.sampler) if isinstance(self.sampler, ImportanceSampler) else None
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id, self.workers.rank)
@@ -165,6 +170,15 @@ class Session:
         training.install()
         return training
 
+    def _frozen(self) -> FrozenTrunk | None:
+        """Features of layers that do not train, where they are the same at every step and used more than once."""
+        config = self.config
+        fixed = config.views == 1 and config.augment == "none" and config.mechanism != "clipless"
+        if not fixed or config.steps * config.batch <= len(self.x):
+            return None
+        autocast = partial(torch.autocast, self.device.type, torch.bfloat16, self.halved)
+        return FrozenTrunk.of(self.model, self.x, autocast, self._laid_out)
+
     def _note_gradients(self, mechanism: Mechanism) -> None:
         """ℓ0^ε of the clipped mean gradient before noise: not private, and only where it was asked for."""
         if isinstance(mechanism, GaussianMechanism):
@@ -187,7 +201,7 @@ class Session:
                 self.graph.add(rows, owner, here, first=k == 0)
             else:
                 index = sent(rows, self.device)
-                loss = self.backward(self.x[index], self.y[index], here, owner)
+                loss = self.backward(self.inputs[index], self.y[index], here, owner)
             if self.judge is not None and k == len(parts) - 1:
                 self.judge.step()
             else:
@@ -207,7 +221,7 @@ class Session:
         labels = labels.repeat_interleave(config.views)
         weighted = self.importance.loss if self.importance else lambda out, y, _: self.criterion(out, y)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.halved):
-            loss = weighted(self.model(self._laid_out(x)), labels, owner)
+            loss = weighted(self.forward(self._laid_out(x)), labels, owner)
         # the sum over rows: what a mean divides by changes with one record, and with it every other record's rounding
         (loss * len(x)).backward()
         return loss
