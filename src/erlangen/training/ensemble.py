@@ -312,7 +312,7 @@ class Ensemble:
         for name, value in state["family"].items():
             self.family.state[name].copy_(value)
         if self.seeded and state["noise"] is not None:
-            self.generator.set_state(state["noise"])
+            self.generator.set_state(state["noise"].cpu())  # wherever a checkpoint was loaded to
         self.releases = int(state["releases"])
         self.batches.skip_to(self.step_count)
 
