@@ -16,9 +16,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"a": (7,), "b": (3, 2), "c": (), "wide": (bundle.SMALL + 1,), "d": (5,)}
 
 
-@pytest.fixture(autouse=True)
-def forced(monkeypatch):
-    monkeypatch.setattr(kernels, "FORCED", True)
+@pytest.fixture(autouse=True, params=[True, False], ids=["kernels", "no kernels"])
+def forced(request, monkeypatch):
+    """With the kernel that never reads an owner of weight zero, and as on a CPU, where such owners are set to zero."""
+    if DEVICE == "cuda" and not request.param:
+        pytest.skip("kernels run wherever there is a GPU")
+    monkeypatch.setattr(kernels, "FORCED", request.param)
+    return request.param
 
 
 def gradients(owners: int = 4, factor: float = 3.0) -> tuple[PerSampleGradients, dict[str, torch.Tensor]]:
@@ -67,12 +71,15 @@ def test_a_row_that_is_not_finite_is_left_out_of_every_parameter(clipping):
     assert float(torch.cat([s.flatten() for s in with_bad.values()]).norm()) <= 2
 
 
-def test_what_cannot_be_bundled_is_not(monkeypatch):
+def test_what_cannot_be_bundled_is_not(forced):
     _, raw = gradients()
     assert Bundle.of({"a": Dense(raw["a"])}) is None, "one alone"
-    assert Bundle.of({n: Dense(raw[n].double()) for n in ("a", "b")}) is None, "no kernel sums float64"
+    double = Bundle.of({n: Dense(raw[n].double()) for n in ("a", "b")})
+    assert (double is None) == (DEVICE == "cuda"), "no kernel sums float64"
+    mixed = {"a": Dense(raw["a"].double()), "b": Dense(raw["b"]), "d": Dense(raw["d"])}
+    found = Bundle.of(mixed)
+    assert found is None or "a" not in found.shapes, "norms in float64 leave no room for the rounding of float32 sums"
     assert Bundle.of({n: Dense(raw[n][:0]) for n in ("a", "b")}) is None
     assert Bundle.of({n: Dense(raw[n], torch.ones(4)) for n in ("a", "b")}) is None, "their norms are known"
-    monkeypatch.setattr(kernels, "FORCED", False)
-    if DEVICE == "cpu":
-        assert Bundle.of({n: Dense(raw[n]) for n in ("a", "b")}) is None, "on a CPU calls cost little"
+    middling = {n: Dense(torch.ones(4, bundle.SMALL_ON_CPU + 1, device=DEVICE)) for n in ("a", "b")}
+    assert (Bundle.of(middling) is not None) == forced, "on a CPU the copy costs more than the calls"

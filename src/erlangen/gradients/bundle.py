@@ -1,7 +1,8 @@
 """Small gradients side by side: the biases and scales of a network in a few launches, not a few for each of them.
 
-A network of twenty layers has twice as many small parameters. Each costs a GPU next to nothing, and the host a dozen calls
-for its norm and its sum; on a fast GPU the host is then what a step waits for.
+A network of twenty layers has twice as many small parameters. Each costs the device next to nothing, and the host a dozen
+calls for its norm and its sum: on a fast GPU the host is then what a step waits for, and so it is on a CPU whose network
+is small.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from erlangen.gradients.pieces import Dense, Piece, accumulate_dtype, row_sum, skips_zero_weights
 
-#: entries of a gradient up to which it is copied beside the others
-SMALL = 1024
+#: entries of a gradient up to which it is copied beside the others; on a CPU a copy soon costs more than the calls it saves
+SMALL, SMALL_ON_CPU = 1024, 256
 
 
 class Bundle:
@@ -36,9 +37,10 @@ class Bundle:
 
     @classmethod
     def of(cls, pieces: Mapping[str, Piece]) -> Bundle | None:
-        """Of those that are small, formed, and where the kernel sums that reads no owner of weight zero."""
+        """Of those that are small and formed. Owners that are not finite are either never read by the sum (a GPU's kernel)
+        or found before it and set to zero, which takes the bundle apart."""
         small = {name: piece for name, piece in pieces.items() if isinstance(piece, Dense) and _is_small(piece)}
-        alike = len({(piece.count, piece.g.device) for piece in small.values()}) == 1
+        alike = len({(piece.count, piece.g.device, accumulate_dtype(piece.g)) for piece in small.values()}) == 1
         return cls(small) if len(small) > 1 and alike else None
 
     def norms_squared(self) -> dict[str, Tensor]:
@@ -53,12 +55,11 @@ class Bundle:
 
 
 def _is_small(piece: Dense) -> bool:
-    return (
-        piece.norms is None
-        and piece.count > 0
-        and 0 < math.prod(piece.g.shape[1:]) <= SMALL
-        and skips_zero_weights(piece.g)
-    )
+    if piece.norms is not None or not piece.count:
+        return False
+    on_cpu = piece.g.device.type == "cpu"
+    limit = SMALL if skips_zero_weights(piece.g) else SMALL_ON_CPU if on_cpu else 0
+    return 0 < math.prod(piece.g.shape[1:]) <= limit
 
 
 @functools.lru_cache(maxsize=16)

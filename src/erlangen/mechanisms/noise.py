@@ -66,7 +66,7 @@ class StreamNoise(NoiseSource):
         if value.device not in self._generators:
             self._generators[value.device] = self._stream.at(self._step, value.device)
         noise = torch.empty_like(value).normal_(generator=self._generators[value.device])
-        return value + noise * std
+        return value + noise * std if isinstance(std, Tensor) else noise.mul_(std).add_(value)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}
