@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import erlangen
 from erlangen import joint
-from erlangen.workers import Workers
+from erlangen.workers import LostWorker, Workers
 from tests.processes import together
 
 N, B = 64, 16
@@ -155,6 +155,38 @@ def test_processes_that_draw_clip_or_group_differently_are_refused():
     for said in together(2, started):
         assert set(said) == set(DIFFERENT)
         assert all("not started alike" in text for text in said.values())
+
+
+def moved(workers: Workers) -> list[str]:
+    """A schedule that one process alone follows, between two steps."""
+    said = []
+    for what in ("bound", "batch"):
+        engine, model = erlangen.PrivacyEngine(seed=0), nn.Linear(3, 2)
+        optimizer = sgd(model)
+        loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.long)), batch_size=2)
+        _, _, private = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+        if workers.rank == 1 and what == "bound":
+            engine.training.mechanism.clipping.bound = 10.0
+        elif workers.rank == 1:
+            engine.training.sampler.expected_batch = 1.0
+        try:
+            for x, y in private:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        except (ValueError, LostWorker) as error:
+            said.append(str(error))
+        assert engine.accountant.steps == 0, "nothing was released"
+    return said
+
+
+def test_processes_that_come_to_clip_or_draw_differently_are_stopped_before_the_noise():
+    """The noise is made for the first worker's bound: records clipped at ten times of it elsewhere would show."""
+    for bound, batch in together(2, moved):
+        assert "clipping bound" in bound
+        assert "expected batch" in batch
 
 
 def test_data_parallel_is_refused():

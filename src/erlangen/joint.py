@@ -9,6 +9,7 @@ that is not their own.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,8 +42,9 @@ def release(training: PrivateTraining) -> Private:
     if isinstance(mechanism, ShardedGaussian):
         return Private(sharded.release(training), None)
     made: list[Private] = []
+    told = alike(training)
     mechanism.merge(workers.add_up)
-    news = workers.decide(lambda: _made(training, made))
+    news = workers.decide(lambda: _made(training, made, told))
     if workers.first:
         private = made[0]
     else:
@@ -55,8 +57,25 @@ def release(training: PrivateTraining) -> Private:
     return Private(dict(zip(names, sent[: len(names)], strict=True)), variances)
 
 
-def _made(training: PrivateTraining, made: list[Private]) -> dict[str, Any]:
+def alike(training: PrivateTraining) -> Callable[[], None]:
+    """Collective: what each worker clipped at, and the size of batch it drew. The result raises on the first worker if they
+    are not all the same: before the noise, which is made for its own bound and its own rate alone."""
+    bound = getattr(training.mechanism, "clipped_at", None) or training.mechanism.sensitivity
+    own = torch.tensor([bound, training.drawn], dtype=torch.float64)
+    count, total, squares = training.workers.add_up([torch.ones(1, dtype=torch.float64), own, own.square()])
+
+    def check() -> None:
+        same = torch.isclose(total, count * own, 1e-12, 0.0) & torch.isclose(squares, count * own.square(), 1e-12, 0.0)
+        for ok, what, value in zip(same.tolist(), ("clipping bound", "expected batch"), own.tolist(), strict=True):
+            if not ok:
+                raise ValueError(f"the {what} is {value:g} on the first worker and another on others: change it on all alike")
+
+    return check
+
+
+def _made(training: PrivateTraining, made: list[Private], told: Callable[[], None]) -> dict[str, Any]:
     """On the first worker: the release, and what the others have to know about it."""
+    told()
     gradient, variances = training.noised()
     if variances is not None:
         variances = {n: torch.as_tensor(v).to(gradient[n]).expand_as(gradient[n]) for n, v in variances.items()}

@@ -161,11 +161,15 @@ class PrivateTraining:
         """One step's event at the σ of this moment and the rate at which the batch in hand was drawn (that of this moment if
         there is none): a schedule of either is accounted as it goes."""
         sigma = self.mechanism.noise_multiplier
-        drawn = self.sampler.expected_batch if self._drawn is None else self._drawn
-        now = (sigma, drawn, len(self.extras))
+        now = (sigma, self.drawn, len(self.extras))
         if self._event is None or self._event[0] != now:
-            self._event = (now, self.step_event(sigma, drawn))
+            self._event = (now, self.step_event(sigma, self.drawn))
         return self._event[1]
+
+    @property
+    def drawn(self) -> float:
+        """The expected batch at which the batch in hand was drawn; the next one's if there is none."""
+        return self.sampler.expected_batch if self._drawn is None else self._drawn
 
     def step_event(self, sigma: float, expected_batch: float | None = None) -> DpEvent:
         """Everything that one step releases at noise multiplier σ, amplification included."""

@@ -12,7 +12,7 @@ one dimension of a one-dimensional mesh of all workers. Everything else is refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,8 +150,11 @@ def record_gathered(module: nn.Module, tape: Tape) -> None:
 
 def release(training: PrivateTraining) -> dict[str, Tensor]:
     """The first worker writes the release down; only then does anybody add noise."""
+    from erlangen.joint import alike
+
     workers, mechanism = training.workers, training.mechanism
-    sigma = workers.decide(lambda: _accounted(training))
+    told = alike(training)
+    sigma = workers.decide(lambda: _accounted(training, told))
     if not workers.first:
         if sigma != mechanism.noise_multiplier:
             raise ValueError(f"the noise multiplier is {mechanism.noise_multiplier} here and {sigma} on the first worker")
@@ -159,6 +162,7 @@ def release(training: PrivateTraining) -> dict[str, Tensor]:
     return mechanism.finish(training.sampler.expected_batch)
 
 
-def _accounted(training: PrivateTraining) -> float:
+def _accounted(training: PrivateTraining, told: Callable[[], None]) -> float:
+    told()
     training.account()
     return training.mechanism.noise_multiplier

@@ -77,7 +77,8 @@ class GaussianMechanism(Mechanism):
     def _reset(self, sums: dict[str, Tensor] | None = None) -> None:
         self._sum = self._zeros() if sums is None else sums
         self._side_total, self._side_std = 0.0, 0.0
-        self._clipped_at: float | None = None
+        #: the bound of the parts that the sum holds
+        self.clipped_at: float | None = None
 
     def metric(self, name: str) -> Weight:
         return self.geometry.weight(name)
@@ -98,12 +99,12 @@ class GaussianMechanism(Mechanism):
     def _require_one_bound(self) -> None:
         """All parts of a logical batch are clipped at the bound for which the noise is made."""
         now = self.clipping.sensitivity
-        if self._clipped_at is not None and self._clipped_at != now:
+        if self.clipped_at is not None and self.clipped_at != now:
             raise RuntimeError(
-                f"the clipping bound moved from {self._clipped_at:g} to {now:g} between two parts of a logical batch, or before "
+                f"the clipping bound moved from {self.clipped_at:g} to {now:g} between two parts of a logical batch, or before "
                 "its noise: change it between steps only"
             )
-        self._clipped_at = now
+        self.clipped_at = now
 
     def _add(self, gradients: PerSampleGradients, weights: Mapping[str, Tensor]) -> None:
         totals = gradients.weighted_sum(weights)
@@ -113,7 +114,7 @@ class GaussianMechanism(Mechanism):
         """Forget the sum and add up in these tensors until the next release, at the bound of this moment: what was recorded
         finds them where they are. What they hold already counts as added."""
         self._reset(sums)
-        self._clipped_at = self.clipping.sensitivity
+        self.clipped_at = self.clipping.sensitivity
 
     def clipped_sum(self) -> Mapping[str, Tensor]:
         """Σ of the clipped contributions so far, *before noise*: a diagnostic that no guarantee covers."""
@@ -129,7 +130,7 @@ class GaussianMechanism(Mechanism):
     def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
         *sums, side = add_up([*self._sum.values(), torch.tensor([self._side_total], dtype=torch.float64)])
         self._sum, self._side_total = dict(zip(self._sum, sums, strict=True)), float(side)
-        self._clipped_at = None  # workers that hold nothing any more may learn another bound
+        self.clipped_at = None  # workers that hold nothing any more may learn another bound
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self._require_one_bound()

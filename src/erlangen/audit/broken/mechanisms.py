@@ -145,7 +145,7 @@ class NoiseOfTheMean(GaussianMechanism):
 class QuantileBeforeNoise(GaussianMechanism):
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self.clipping.update(expected_batch, expected_batch)
-        self._clipped_at = None
+        self.clipped_at = None
         return super().finish(expected_batch)
 
 
@@ -153,7 +153,7 @@ class NoiseOfTheFirstPart(GaussianMechanism):
     def accumulate(self, gradients: PerSampleGradients) -> None:
         super().accumulate(gradients)
         self.clipping.bound *= 0.9
-        self._clipped_at = None
+        self.clipped_at = None
 
 
 class SkipsEmptyBatches(GaussianMechanism):
