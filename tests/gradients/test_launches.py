@@ -42,7 +42,7 @@ class Launches(TorchDispatchMode):
 def launches(method: str, model: str, monkeypatch) -> int:
     """Of a physical part in the middle of a logical batch."""
     options = {"device": "cpu", "model": model, "physical": 2, "views": 1, "strategy": "auto"}
-    flags = dict.fromkeys(("contiguous", "separate", "compile", "float32"), False)
+    flags = dict.fromkeys(("contiguous", "separate", "compile", "float32", "graph"), False)
     seen = Launches()
 
     def instead(self, grid):
