@@ -108,6 +108,19 @@ def test_replayed_parts_give_the_weights_of_ordinary_ones(changes):
     assert replayed.accountant.steps == plain.accountant.steps == 5
 
 
+def test_a_part_may_begin_behind_a_frozen_trunk():
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        model[1].requires_grad_(False)
+        return model
+
+    with model_named(build) as name:
+        plain, replayed = (run(session(recorder=r, **name)) for r in (None, kept))
+    assert replayed.graph.reason is None
+    assert replayed.graph.records.x.shape[1:] == (32,), "features, not images"
+    assert torch.equal(flat(replayed), flat(plain))
+
+
 def test_a_batch_that_overflows_its_padding_is_replayed_in_parts():
     plain, replayed = (session(recorder=r, max_physical_batch=16, noise_multiplier=0.0) for r in (None, kept))
     parts: list[int] = []

@@ -214,10 +214,9 @@ class Records:
     def __init__(self, session: Session) -> None:
         rows, config = session.physical_rows, session.config
         assert rows is not None, "parts have a static size"
-        self._source, self._classes = (session.inputs, session.y), session.dataset.classes
-        self._augmented = config.views, config.augment
+        self.session = session
         self._picked = torch.zeros(2, rows, dtype=torch.long, device=session.device)
-        self.x, self.y = (torch.zeros_like(t[:1]).expand(rows, *t.shape[1:]).clone() for t in self._source)
+        self.x, self.y = (t.new_zeros(rows, *t.shape[1:]) for t in (session.inputs, session.y))
         self.moves = torch.zeros(rows * config.views, 3, dtype=torch.long, device=session.device)
 
     @property
@@ -229,19 +228,19 @@ class Records:
         if len(rows) != len(self.x):
             raise RuntimeError(f"a part has {len(rows)} rows where {len(self.x)} were recorded")
         self._picked.copy_(sent(torch.stack([rows, owner]), self._picked.device))
-        for source, place in zip(self._source, (self.x, self.y), strict=True):
-            torch.index_select(source, 0, self._picked[0], out=place)
+        torch.index_select(self.session.inputs, 0, self._picked[0], out=self.x)
+        torch.index_select(self.session.y, 0, self._picked[0], out=self.y)
         self.moves.copy_(moves)
 
     def make_up(self, trial: int) -> None:
         """Random records, a quarter of them padding; from the second trial on one is not a number, and padding is infinite."""
-        rows, device = len(self.x), self.x.device
+        rows, device, config = len(self.x), self.x.device, self.session.config
         generator = torch.Generator(device).manual_seed(trial)
         self.x.copy_(torch.randn(self.x.shape, generator=generator, device=device))
-        self.y.copy_(torch.randint(0, self._classes, self.y.shape, generator=generator, device=device))
+        self.y.copy_(torch.randint(0, self.session.dataset.classes, self.y.shape, generator=generator, device=device))
         self.owner.copy_(torch.arange(rows, device=device))
         self.owner[rows - rows // 4 :] = -1
-        self.moves.copy_(draw(rows, *self._augmented, generator))
+        self.moves.copy_(draw(rows, config.views, config.augment, generator))
         if trial > 1 and self.x.is_floating_point():
             self.x[self.owner < 0] = float("inf")
             self.x[: min(1, rows // 2)] = float("nan")
@@ -346,7 +345,7 @@ def facts(session: Session) -> Any:
     rule = getattr(mechanism, "clipping", None)
     found: list[Any] = [
         id(mechanism), id(getattr(mechanism, "geometry", None)), id(rule), repr(vars(rule)),
-        id(session.criterion), session.halved, session.physical_rows, session.training.tape.strategy,
+        id(session.criterion), id(session.forward), session.halved, session.physical_rows, session.training.tape.strategy,
     ]  # fmt: skip
     waiting: list[nn.Module] = [session.model]
     while waiting:
