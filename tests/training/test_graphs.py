@@ -115,7 +115,7 @@ def test_a_part_may_begin_behind_a_frozen_trunk():
         return model
 
     with model_named(build) as name:
-        plain, replayed = (run(session(recorder=r, **name)) for r in (None, kept))
+        plain, replayed = (run(session(recorder=r, steps=60, **name)) for r in (None, kept))
     assert replayed.graph.reason is None
     assert replayed.graph.records.x.shape[1:] == (32,), "features, not images"
     assert torch.equal(flat(replayed), flat(plain))
