@@ -30,11 +30,11 @@ def views(x: Tensor, count: int, kind: str, moves: Tensor) -> Tensor:
     margin, _ = KINDS[kind]
     if margin:
         x = F.pad(x, [margin] * 4, mode="reflect")
-    height, width = x.shape[2] - 2 * margin, x.shape[3] - 2 * margin
     if count > 1:
         x = x.repeat_interleave(count, 0)
-    if not margin:
+    if not margin:  # features of any shape, too
         return x
+    height, width = x.shape[2] - 2 * margin, x.shape[3] - 2 * margin
     moves = moves.to(x.device)
     rows = moves[:, 0, None] + torch.arange(height, device=x.device)
     across = torch.arange(width, device=x.device).expand(len(x), width)
