@@ -7,6 +7,7 @@ from torch import Tensor
 
 from erlangen.gradients import RowMap, Tape, attach
 from erlangen.gradients.attach import detach
+from erlangen.gradients.kernels.stacked_rows import reference_energy
 from erlangen.gradients.pieces import Dense, Outer, Piece, exact_float32, squared_norms
 from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.standardised import Projection, Standardised
@@ -32,6 +33,8 @@ def test_many_small_entries_count_beside_a_large_one(entries, leading):
         g[0, :leading] = 1.0
         for shaped in (g, g.view(1, -1, 100), g.view(1, 100, -1).mT):
             assert float(squared_norms(shaped)) >= float(g.double().square().sum()) * (1 - 1e-5)
+        of_ensembles = reference_energy(torch.stack([g, g]), torch.full((2, entries), 0.5))
+        assert float(of_ensembles.min()) >= 4 * float(g.double().square().sum()) * (1 - 1e-5)
     matrix = Outer(g[:, None, : entries // 100], torch.ones(1, 1, 3))
     assert float(matrix.weighted_sum(clipped(matrix)).double().norm()) <= 1 + 1e-5
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from erlangen.gradients.pieces import exact_float32
+from erlangen.gradients.pieces import exact_float32, squared_norms
 from erlangen.mechanisms import (
     Diagonal,
     Direction,
@@ -126,7 +126,7 @@ class StackedGaussian(StackedRelease):
         part = rows.dense() if metric is None else rows.dense() / metric[:, None]
         with exact_float32():
             turned = part.reshape(part.shape[0], -1, matrix.shape[1]) @ matrix
-        return torch.linalg.vector_norm(turned.view(part.shape), dim=2).double().square()
+        return squared_norms(turned.view(part.shape).flatten(0, 1)).double().unflatten(0, part.shape[:2])
 
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
         noisy = total.addcmul_(self.noise(total, generator), self.std)
