@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from erlangen.circulant import CirculantOuter
 from erlangen.gradients import RowMap, Tape, attach, kernels
 from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece
-from erlangen.gradients.rules.conv import Conv, Geometry
+from erlangen.gradients.rules.conv import Conv, Geometry, Windows
 from erlangen.gradients.rules.standardised import Projection, Standardised
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms import GaussianMechanism
@@ -184,3 +184,12 @@ def test_kernels_are_expanded_anew_for_every_logical_batch(monkeypatch):
     conv.weight.data.mul_(2.0)
     tape.logical += 1
     torch.testing.assert_close(_expanded(conv, tape, x)[0], 2 * before)
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_an_empty_batch_of_images_of_few_channels_adds_nothing(views):
+    """Nobody is drawn now and then: a step that fails there would say so."""
+    piece = Windows(torch.zeros(0, 6, 32), torch.zeros(0, 5, 2, 3), views, (5, 4, 3, 2))
+    assert piece.norms_squared().shape == (0,)
+    assert piece.formed().dense().shape == (0, 5, 4, 3, 2)
+    assert torch.equal(piece.weighted_sum(torch.zeros(0)), torch.zeros(5, 4, 3, 2))

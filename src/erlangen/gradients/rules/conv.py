@@ -268,7 +268,8 @@ class Windows(Piece):
 
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]"""
-        a = self.windows.reshape(self.count, -1, self.windows.shape[2])
+        rows, positions, width = self.windows.shape
+        a = self.windows.reshape(rows // self.views, self.views * positions, width)  # of an empty batch too
         d = self.d.movedim(1, -1).reshape(self.count, a.shape[1], self.shape[0])
         channels, *kernel = self.shape[1:]
         entries = channels * math.prod(kernel)
