@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from erlangen.gradients import kernels
 from erlangen.training.stacked import Stack
-from erlangen.training.stacked_rows import Formed, Outer, Rows, Taps, norms
+from erlangen.training.stacked_rows import Fields, Formed, Outer, Rows, Taps, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODELS, COUNT = 3, 5
@@ -98,6 +98,9 @@ def test_orders_are_inverse():
     stored = order.write(values, 7.0)
     assert torch.equal(order.read(stored), values)
     assert int((stored == 7.0).sum()) == 2 * 4 * 5
+    pairs = Fields(2, 3)
+    assert torch.equal(pairs.read(pairs.write(values, 0.0)), values)
+    assert not torch.equal(pairs.write(values, 0.0), values)
 
 
 class Twice(nn.Module):
