@@ -87,6 +87,13 @@ def test_a_clipped_row_alone_has_at_most_its_bound(path, kind, size):
         assert float(length.max()) <= 1 + 32 * torch.finfo(torch.float32).eps
 
 
+def test_many_small_entries_count_beside_large_ones(path):
+    """Squares below the rounding of a running float32 sum: each is lost beside a one, together they are not."""
+    g = torch.full((1, 1, 300 * 4096), 2.0**-12.6, device=DEVICE)
+    g[..., :4096] = 1.0
+    assert float((Formed(1, g[0]).energy() / g.double().square().sum(2)).min()) > 1 - 3e-6
+
+
 def test_small_times_large_is_measured():
     """‖d‖² would vanish in float32, and the row with it; the product of the two is far from zero."""
     rows = Outer(1, torch.full((1, 2), 1e-25), torch.full((1, 2), 1e28))

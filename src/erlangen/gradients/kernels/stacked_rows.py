@@ -36,21 +36,24 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _energy(g, metric, out, columns, rows, pitch, METRIC: tl.constexpr, BLOCK: tl.constexpr):
-        """One program: one row."""
+    def _energy(g, metric, out, columns, rows, pitch, METRIC: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
+        """One program: one row. float32 adds RUN squares at most, float64 the runs: small entries count beside large ones."""
         n = tl.program_id(0).to(tl.int64)
         base = g + n * columns
         scale = metric + (n // rows) * pitch
         j = tl.arange(0, BLOCK)
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, columns, BLOCK):
-            c = start + j
-            inside = c < columns
-            v = tl.load(base + c, mask=inside, other=0.0).to(tl.float32)
-            if METRIC:
-                v = v / tl.load(scale + c, mask=inside, other=1.0)
-            total += v * v
-        tl.store(out + n, tl.sum(total, 0).to(out.dtype.element_ty))
+        wide = tl.sum(tl.zeros([BLOCK], tl.float32), 0).to(tl.float64)
+        for run in range(0, columns, BLOCK * RUN):
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(run, tl.minimum(run + BLOCK * RUN, columns), BLOCK):
+                c = start + j
+                inside = c < columns
+                v = tl.load(base + c, mask=inside, other=0.0).to(tl.float32)
+                if METRIC:
+                    v = v / tl.load(scale + c, mask=inside, other=1.0)
+                total += v * v
+            wide += tl.sum(total, 0).to(tl.float64)
+        tl.store(out + n, wide)
 
     @triton.jit
     def _sum(w, g, out, rows, columns, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -80,7 +83,7 @@ def energy(g: Tensor, metric: Tensor | None = None) -> Tensor:
     block = min(4096, max(16, power_of_two(columns)))
     _energy[(models * rows,)](
         g, out if metric is None else metric, out, columns, rows, 0 if metric is None else metric.stride(0),
-        metric is not None, block, num_warps=8 if block > 1024 else 4,
+        metric is not None, block, 16, num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     return out
 
