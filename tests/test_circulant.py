@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from erlangen import PrivacyEngine
 from erlangen.circulant import CirculantConv2d, CirculantLinear, expand, make_circulant, nearest
-from erlangen.gradients import RowMap
+from erlangen.gradients import RowMap, Tape, attach, detach
 from erlangen.gradients.registry import find_rule
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
@@ -208,3 +208,20 @@ def test_fresh_circulant_layers_have_the_scale_of_ordinary_ones():
         for k in (0, 2):
             ratio = float(model[k].weight.detach().std() / dense[k].weight.detach().std())
             assert ratio == pytest.approx(scale, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "norms-first", "materialise"])
+def test_an_empty_batch_goes_through(strategy):
+    """Nobody is drawn now and then: a step that fails there would say so."""
+    model = nn.Sequential(CirculantConv2d(4, 6, 3, block_size=2), nn.Flatten(), CirculantLinear(54, 3, block_size=3))
+    tape = Tape(dict(model.named_parameters()), "sum", strategy)
+    attach(model, tape)
+    tape.rows = RowMap.regular(0)
+    out = model(torch.zeros(0, 4, 5, 5))
+    assert out.shape == (0, 3)
+    out.sum().backward()
+    gradients = tape.gradients()
+    assert all(n.shape == (0,) for n in gradients.norms_squared().values())
+    totals = gradients.weighted_sum({name: torch.zeros(0) for name in gradients.names})
+    assert not any(bool(t.detach().any()) for t in totals.values())
+    detach(model)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from erlangen.gradients.pieces import Dense, Piece, Weight, accumulate_dtype, chunk_size, gram_is_cheaper, outward
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding
+from erlangen.gradients.rules.linear import tokens
 from erlangen.gradients.tape import Tape
 
 
@@ -31,7 +32,18 @@ def spectrum(x: Tensor, block: int) -> Tensor:
     """[..., features] → [..., blocks, b//2 + 1], unitary up to the usual half-spectrum weights. At least float32."""
     blocks = blocks_for(x.shape[-1], block)
     x = F.pad(x.to(accumulate_dtype(x)), (0, blocks * block - x.shape[-1]))
-    return torch.fft.rfft(x.unflatten(-1, (blocks, block)), norm="ortho")
+    x = x.unflatten(-1, (blocks, block))
+    if not x.numel():  # an empty batch has the shape of a spectrum; some FFT libraries refuse it
+        half = x[..., : block // 2 + 1]
+        return torch.complex(half, half)
+    return torch.fft.rfft(x, norm="ortho")
+
+
+def _signal(x_hat: Tensor, block: int) -> Tensor:
+    """The inverse of the unitary half spectrum over the last axis, of an empty batch too."""
+    if not x_hat.numel():
+        return F.pad(x_hat.real, (0, block - x_hat.shape[-1]))
+    return torch.fft.irfft(x_hat, block, norm="ortho")
 
 
 def half_weights(block: int, like: Tensor) -> Tensor:
@@ -88,7 +100,7 @@ class CirculantLinear(nn.Module):
 
 
 def _linear(x_hat: Tensor, weight: Tensor, bias: Tensor | None, layer: CirculantLinear) -> Tensor:
-    y = torch.fft.irfft(multiply(x_hat, weight), layer.block_size, norm="ortho")
+    y = _signal(multiply(x_hat, weight), layer.block_size)
     y = y.flatten(-2)[..., : layer.out_features]
     return y if bias is None else y + bias
 
@@ -109,7 +121,7 @@ class CirculantOuter(Piece):
 
     def _rows(self, product: Tensor) -> Tensor:
         """Unitary spectra multiply to √b times a unitary spectrum: hence the plain inverse."""
-        return torch.fft.irfft(product, self.block, norm="ortho") * math.sqrt(self.block)
+        return _signal(product, self.block) * math.sqrt(self.block)
 
     def dense(self) -> Tensor:
         return self._rows(torch.einsum("ntpf,ntqf->npqf", self.d.conj(), self.x))
@@ -161,7 +173,7 @@ def circulant_linear(module: CirculantLinear, tape: Tape, input: Tensor) -> Tens
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         owners = cotangent.shape[0] // views
-        d = cotangent.reshape(owners, -1, module.out_features)
+        d = tokens(cotangent, views)
         if weight.requires_grad:
             x = saved[0].reshape(owners, d.shape[1], *saved[0].shape[-2:])
             yield weight, CirculantOuter(x, spectrum(d, block), block)
@@ -233,6 +245,8 @@ class CirculantConv2d(nn.Module):
         g = gradient.to(accumulate_dtype(gradient)).reshape(*lead, bins, 2, p, 2, q, *self.kernel_size)
         g = g.movedim((-6, -4), (0, 1))
         hat = torch.complex(g[0, 0] + g[1, 1], g[0, 1] - g[1, 0]).movedim(-5, -3)  # [..., p, q, f, k, k]
+        if not hat.numel():  # nobody's gradients
+            return hat.real.new_zeros(*lead, *self.weight.shape)
         halved = hat / half_weights(b, hat).view(-1, 1, 1)
         return torch.fft.irfft(halved, b, dim=-3, norm="forward")
 
@@ -241,7 +255,7 @@ class CirculantConv2d(nn.Module):
         y = y.to(accumulate_dtype(y))  # autocast convolves in half precision, which has no complex numbers
         y = y.unflatten(1, (self.block_size // 2 + 1, 2, -1)).movedim(2, 0)  # [2, n, f, p, H, W]
         hat = torch.complex(y[0].contiguous(), y[1].contiguous()).movedim(1, -1)  # [n, p, H, W, f]
-        out = torch.fft.irfft(hat, self.block_size, norm="ortho").movedim(-1, 2).flatten(1, 2)[:, : self.out_channels]
+        out = _signal(hat, self.block_size).movedim(-1, 2).flatten(1, 2)[:, : self.out_channels]
         return out if bias is None else out + bias[:, None, None]
 
     def extra_repr(self) -> str:
