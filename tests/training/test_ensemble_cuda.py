@@ -12,6 +12,16 @@ import torch
 
 from erlangen.data.base import Dataset
 from erlangen.gradients import kernels
+
+# a module that is first read while the switch is off has no kernels
+from erlangen.gradients.kernels import (  # noqa: F401
+    stacked_conv,
+    stacked_fields,
+    stacked_norm,
+    stacked_pool,
+    stacked_rows,
+    stacked_windows,
+)
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
 
