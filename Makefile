@@ -41,6 +41,7 @@ lint: $(READY)
 bench: $(READY)
 	mkdir -p build/bench
 	$(BIN)/python benchmarks/step.py --model lenet --batch 256 --steps 20 --methods plain erlangen --json > build/bench/lenet.json
+	$(BIN)/python benchmarks/step.py --model opacus-cnn --batch 256 --steps 20 --methods plain erlangen --json > build/bench/opacus-cnn.json
 	$(BIN)/python benchmarks/step.py --model resnet9 --batch 32 --methods plain erlangen --json > build/bench/resnet9.json
 	$(BIN)/python benchmarks/step.py --model eq-resnet9 --batch 32 --methods plain erlangen --json > build/bench/eq-resnet9.json
 	$(BIN)/python benchmarks/guard.py build/bench/*.json
