@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +28,18 @@ def usable(*tensors: Tensor) -> bool:
     return HAS_TRITON and (FORCED or (not INTERPRETED and all(t.is_cuda for t in tensors)))
 
 
+#: programs along the second axis of a launch, where most kernels have rows: CUDA allows no more
+ROWS = 65_535
+
+
+def whole(parts: Iterable[tuple[Tensor, ...]]) -> Any:
+    """Results for all rows from those for some rows each, where one launch cannot have them all."""
+    return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "power_of_two", "usable"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "ROWS", "power_of_two", "usable", "whole"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, power_of_two, tuned
+from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, tuned, whole
 
 Pair = tuple[int, int]
 
@@ -161,6 +161,10 @@ def conv_gradient(
 
     x is [n·views, C, H, W], d is [n·views, O, H', W'], both channels-last.
     """
+    if len(d) > ROWS * views:
+        parts = zip(x.split(ROWS * views), d.split(ROWS * views), strict=True)
+        options = views, kernel, stride, padding, dilation, norms
+        return whole(conv_gradient(a, b, *options, setting=setting) for a, b in parts)
     (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
     owners, taps = rows // views, kernel[0] * kernel[1]
     x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, whole
 
 
 def reference(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,6 +49,8 @@ if HAS_TRITON:
 
 def moments(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference`, for contiguous g and w."""
+    if len(g) > ROWS:
+        return whole(moments(part, w) for part in g.split(ROWS))
     owners, filters, length = g.shape
     energy, total, along = (torch.empty(owners, filters, device=g.device) for _ in range(3))
     block, tile = min(512, max(16, power_of_two(length))), 8

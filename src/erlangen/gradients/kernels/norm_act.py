@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, whole
 
 ACTIVATIONS = {"identity": 0, "mish": 1, "relu": 2, "silu": 3}
 _TWINS = {"identity": lambda x: x, "mish": F.mish, "relu": F.relu, "silu": F.silu}
@@ -324,6 +324,8 @@ def _launch(y: Tensor, spec: NormAct, backward: bool) -> tuple[dict[str, int], i
 
 def forward(y: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct) -> tuple[Tensor, Tensor, Tensor]:
     """(z, μ, 1/√(var + ε)), the statistics as [n, C]. y must be channels-last."""
+    if len(y) > ROWS:
+        return whole(forward(part, gamma, beta, spec) for part in y.split(ROWS))
     rows, channels, height, width = y.shape
     half = 2 if spec.pool else 1
     z = torch.empty(
@@ -339,6 +341,9 @@ def backward(
     y: Tensor, cotangent: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, rstd: Tensor, spec: NormAct
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(∂y, ∂γ of every row [n, C], ∂β of every row [n, C])."""
+    if len(y) > ROWS:
+        parts = zip(*(t.split(ROWS) for t in (y, cotangent, mean, rstd)), strict=True)
+        return whole(backward(a, b, gamma, beta, c, d, spec) for a, b, c, d in parts)
     dy = torch.empty_like(y, memory_format=torch.channels_last)
     dgamma, dbeta = torch.empty_like(mean), torch.empty_like(mean)
     constants, programs, warps = _launch(y, spec, True)

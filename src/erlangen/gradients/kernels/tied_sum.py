@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, power_of_two
+from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, whole
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def tied_sum(
     kernels: Tensor, source: Tensor, scale: Tensor | None, jacobian: Standardisation | None
 ) -> tuple[Tensor, Tensor]:
     """As `reference`. kernels must be contiguous; ``source`` is int32."""
+    if len(kernels) > ROWS:
+        return whole(tied_sum(part, source, scale, jacobian) for part in kernels.split(ROWS))
     owners, fields, copies, entries = kernels.shape
     length = source.shape[1]
     out = torch.empty(owners, fields, length, device=kernels.device, dtype=torch.float32)
