@@ -76,10 +76,10 @@ def cases() -> dict[str, Case]:
     }
 
 
-def made_up(config: TrainConfig) -> Dataset:
-    shape, records = ((3, 32, 32), 50_000) if config.data == "cifar10" else ((1, 28, 28), 60_000)
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(records, *shape)).astype("float32"), rng.integers(0, 10, records)
+def made_up(config: TrainConfig, records: int | None) -> Dataset:
+    shape, all_of_them = ((3, 32, 32), 50_000) if config.data == "cifar10" else ((1, 28, 28), 60_000)
+    rng, records = np.random.default_rng(0), records or all_of_them
+    x, y = rng.standard_normal((records, *shape), dtype=np.float32), rng.integers(0, 10, records)
     return Dataset(config.data, x, y, None, None, 10)
 
 
@@ -88,8 +88,8 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(case: Case, profile: bool) -> dict[str, Any]:
-    data = made_up(case.configs[0])
+def measure(case: Case, profile: bool = False, records: int | None = None) -> dict[str, Any]:
+    data = made_up(case.configs[0], records)
     precision = getattr(torch, case.precision) if case.precision else None
     ensemble = Ensemble(case.configs, data, precision=precision, rows=case.rows, graph=False)
     ensemble.run(2)
@@ -125,7 +125,7 @@ def main() -> None:
         if args.small:
             few = [replace(c, batch=16) for c in case.configs[:2]]
             case = replace(case, configs=few, steps=1, rows=32)
-        found[name] = measure(case, args.profile)
+        found[name] = measure(case, args.profile, 500 if args.small else None)
         print(f"{name:10} {found[name]['ms']:8.2f} ms a step, {found[name]['us_row']:6.3f} µs a row", file=sys.stderr)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
