@@ -15,18 +15,7 @@ from erlangen.gradients.joined import join, runs
 from erlangen.gradients.kernels import conv_gradient as convs
 from erlangen.gradients.kernels import im2col, moments, norm_act, row_sum, tied_sum, tuned
 from erlangen.mechanisms import GaussianMechanism
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16 matrices
-
-
-def close(a: Tensor, b: Tensor, tolerance: float) -> None:
-    error = (a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm().clamp(min=1e-30)
-    assert error <= tolerance, f"relative error {error:.2e}"
-
-
-def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype).to(memory_format=torch.channels_last)
+from tests.kernels import DEVICE, HALF, channels_last, close
 
 
 @pytest.mark.parametrize("pool", [False, True])

@@ -11,16 +11,15 @@ from erlangen.gradients.kernels import conv_gradient as cg
 from erlangen.gradients.kernels import moments as mo
 from erlangen.gradients.kernels import norm_act as na
 from erlangen.gradients.kernels import tied_sum as ti
+from tests.kernels import DEVICE
+from tests.kernels import channels_last as maps
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def everything() -> list[Tensor]:
     """What the kernels with rows on the second axis give for seven rows, or five owners of two."""
     torch.manual_seed(0)
-    maps = lambda *shape: torch.randn(*shape, device=DEVICE).contiguous(memory_format=torch.channels_last)  # noqa: E731
     y, up, x, d = maps(7, 4, 4, 4), maps(7, 4, 4, 4), maps(10, 16, 5, 5), maps(10, 16, 5, 5)
     gamma, beta, spec = torch.randn(4, device=DEVICE), torch.randn(4, device=DEVICE), na.NormAct(2, 1e-5, pre="relu")
     g, w = torch.randn(7, 3, 20, device=DEVICE), torch.randn(3, 20, device=DEVICE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
 
@@ -15,18 +15,8 @@ from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.models import make_model
 from erlangen.training.stacked import Stack
 from erlangen.training.stacked_rows import Fields, Plane, Unformed, norms
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16 matrices
-
-
-def close(a: Tensor, b: Tensor, tolerance: float) -> None:
-    error = (a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm().clamp(min=1e-30)
-    assert error <= tolerance, f"relative error {error:.2e}"
-
-
-def maps(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype).to(memory_format=torch.channels_last)
+from tests.kernels import DEVICE, HALF, close
+from tests.kernels import channels_last as maps
 
 
 @pytest.mark.parametrize("largest", [False, True])
