@@ -34,6 +34,15 @@ def test_train_writes_a_run_and_one_json_object(tmp_path):
     assert "holds a run already" in again.stderr
 
 
+def test_what_the_library_warns_of_is_one_line_for_the_user(tmp_path):
+    options = ["--model", "logistic", "--steps", "1", "--set", "graph=true", "--out", str(tmp_path / "r"), "--json"]
+    done = run("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert "erlangen: note: graph is on, but parts run as usual" in done.stderr
+    assert ".py" not in done.stderr
+    json.loads(done.stdout)
+
+
 def test_train_in_plain_words(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=np.zeros((40, 5, 5), np.uint8), y_train=np.arange(40) % 2)
     done = run(

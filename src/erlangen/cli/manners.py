@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import typer
@@ -33,7 +35,9 @@ class Polite(TyperGroup):
         as_json = "--json" in arguments
         extra["standalone_mode"] = False
         try:
-            code = super().main(arguments, prog_name, *rest, **extra)
+            with warnings.catch_warnings():
+                warnings.showwarning = partial(_remark, warnings.showwarning)
+                code = super().main(arguments, prog_name, *rest, **extra)
         except (KeyboardInterrupt, typer.Abort):
             code = 130
         except Exception as error:
@@ -43,6 +47,14 @@ class Polite(TyperGroup):
         if code == 130:
             _say("interrupted", as_json)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _remark(usual: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """What the library warns of is for the user, who wants neither its file nor its line; other warnings go their way."""
+    if category is UserWarning and not os.environ.get("ERLANGEN_DEBUG"):
+        print(f"erlangen: note: {message}", file=sys.stderr)
+    else:
+        usual(message, category, *where)
 
 
 def _end(error: Exception, as_json: bool) -> int:
