@@ -202,7 +202,7 @@ _add(
         Cell(f"ε={e}", tuned(e, 135 * e), paper)
         for e, paper in ((1, 60.59), (2, 72.10), (3, 75.96), (4, 78.27), (6, 80.26), (8, 81.62))
     ]
-    + [Cell("ε=8, the paper's 2160 steps", tuned(8, 2160), 81.62)],
+    + [Cell("the paper's 2160 steps, ε 8", tuned(8, 2160), 81.62)],
     "The paper's numbers beside it are those of its own network.", seeds=3, beside=True,
 )  # fmt: skip
 _TRIAL: dict[str, Any] = {"noise_multiplier": 5.0, "steps": 180}
