@@ -94,7 +94,7 @@ class Bench:
             for part in batched(members, task.members or self.options.members):
                 self.in_time()
                 started = time.perf_counter()
-                scores = self.trained(task, part, data).evaluate()
+                scores = self.trained(task, part, data, phase).evaluate()
                 seconds = time.perf_counter() - started
                 self.keep(phase, part, scores)
                 gc.collect()  # layers know their stack and the stack its layers: only the collector frees them
@@ -112,10 +112,12 @@ class Bench:
             known.append(made)
         self.save()
 
-    def trained(self, task: Task, trials: list[Trial], data: Dataset) -> Ensemble:
+    def trained(self, task: Task, trials: list[Trial], data: Dataset, phase: str) -> Ensemble:
         """By replayed CUDA graphs; once a capture has failed, by single launches. Graphs are for small ensembles."""
         graph = not self.options.no_graph
         configs = [shortened(t.config(self.device), self.options.steps) for t in trials]
+        if phase == "tuning" and task.tuning_steps and not self.options.steps:
+            configs = [replace(c, steps=task.tuning_steps) for c in configs]
         options: dict[str, Any] = {
             "run_ids": [t.pair for t in trials], "rows": None if self.options.steps else task.rows,
             "precision": getattr(torch, task.precision) if task.precision else None,
@@ -177,7 +179,8 @@ class Bench:
         trials = []
         for method in self.methods(task):
             for setting in task.where(method, stage):
-                tuned = {self.best(task, method, setting, mu) for mu in (None, 0.0)} if task.lengths else ()
+                plain = (0.0,) if 0.0 in task.momenta else ()
+                tuned = {self.best(task, method, setting, mu) for mu in (None, *plain)} if task.lengths else ()
                 trials += [
                     Trial(task.name, method, setting, *pick, seed)
                     for pick in sorted({*tuned, *task.fixed(method)})
