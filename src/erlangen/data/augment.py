@@ -26,18 +26,14 @@ def draw(rows: int, count: int, kind: str, generator: torch.Generator) -> Tensor
 
 
 def views(x: Tensor, count: int, kind: str, moves: Tensor) -> Tensor:
-    """[n, C, H, W] → [n·count, C, H, W], owner-major, moved as `draw` said."""
+    """[n, C, H, W] → [n·count, C, H, W], owner-major, moved as `draw` said. In memory channels come last if they moved."""
     margin, _ = KINDS[kind]
-    if margin:
-        x = F.pad(x, [margin] * 4, mode="reflect")
-    if count > 1:
-        x = x.repeat_interleave(count, 0)
     if not margin:  # features of any shape, too
-        return x
-    height, width = x.shape[2] - 2 * margin, x.shape[3] - 2 * margin
-    moves = moves.to(x.device)
+        return x.repeat_interleave(count, 0) if count > 1 else x
+    (n, _, height, width), moves = x.shape, moves.to(x.device)
+    padded = F.pad(x, [margin] * 4, mode="reflect").permute(0, 2, 3, 1)
+    record = torch.arange(n, device=x.device).repeat_interleave(count)
     rows = moves[:, 0, None] + torch.arange(height, device=x.device)
-    across = torch.arange(width, device=x.device).expand(len(x), width)
+    across = torch.arange(width, device=x.device).expand(len(record), width)
     columns = moves[:, 1, None] + torch.where(moves[:, 2, None] == 1, width - 1 - across, across)
-    index = torch.arange(len(x), device=x.device)[:, None, None]
-    return x.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    return padded[record[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -235,9 +235,9 @@ class Session:
         return wanted == "bf16" or (wanted == "auto" and automatic)
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        """Images as the GPU's kernels want them."""
+        """Images as the device's kernels want them."""
         on_gpu = self.device.type == "cuda" and x.dim() == 4
-        return x.contiguous(memory_format=torch.channels_last) if on_gpu else x
+        return x.contiguous(memory_format=torch.channels_last if on_gpu else torch.contiguous_format)
 
     def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """This worker's part of the next logical batch: rows, their owners and how their views are moved.
