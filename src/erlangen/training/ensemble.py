@@ -54,7 +54,7 @@ class Ensemble:
 
     ``precision`` (torch.bfloat16, say) is that of activations and products; clipping measures in float32 exactly the
     values that are summed. ``graph`` replays CUDA graphs on a GPU. ``draws`` replaces the members' own samplers, for
-    tests.
+    tests. Wide convolutions on at most ``positions`` places (4: a 2×2 map) never form a row's gradient.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Ensemble:
         graph: bool = True,
         draws: Sequence[Draw] | None = None,
         rows: int | None = None,
+        positions: int = 0,
     ) -> None:
         if not configs:
             raise ConfigError("an ensemble needs at least one member")
@@ -81,7 +82,7 @@ class Ensemble:
         self._load_data()
         models = [self._model(c, r) for c, r in zip(self.configs, self.run_ids, strict=True)]
         self.rows = physical_size(len(self.dataset), self.config.batch, len(configs)) if rows is None else rows
-        self.stack = Stack(models, self.rows, precision)
+        self.stack = Stack(models, self.rows, precision, positions)
         self._private(models[0])
         self._state()
         batches = draws if draws is not None else [self._sampler(c, r) for c, r in zip(self.configs, self.run_ids)]

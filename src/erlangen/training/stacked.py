@@ -93,10 +93,13 @@ class Stack:
     """E models as one: parameters in one matrix ``flat`` [E, d] of float32 or more.
 
     ``precision`` is the dtype of activations and products, and so of the rows' gradients where a product forms them.
+    Convolutions with at most ``positions`` outputs a row keep windows and cotangents instead (`stacked_positions`).
     """
 
-    def __init__(self, models: Sequence[nn.Module], rows: int, precision: torch.dtype | None = None) -> None:
-        self.models, self.rows = len(models), rows
+    def __init__(
+        self, models: Sequence[nn.Module], rows: int, precision: torch.dtype | None = None, positions: int = 0
+    ) -> None:
+        self.models, self.rows, self.positions = len(models), rows, positions
         self.skeleton = copy.deepcopy(models[0])
         first = next(self.skeleton.parameters())
         self.precision = first.dtype if precision is None else precision

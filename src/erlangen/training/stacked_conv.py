@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_conv, stacked_windows, usable
 from erlangen.gradients.kernels.im2col import im2col
 from erlangen.training.stacked import StackedLayer
+from erlangen.training.stacked_circulant import CirculantKernel
 from erlangen.training.stacked_layers import PlainKernel, SteerableKernel, kernel_of, widened
+from erlangen.training.stacked_positions import Blocks, Positions
 from erlangen.training.stacked_rows import Plane, Unformed
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ ALIGN = 8
 MOST = 65535
 #: models whose sums are worth a launch each
 FEW = 32
-WINDOWS, DIRECT, FIELDS, UNFORMED = "windows", "direct", "fields", "unformed"
+WINDOWS, DIRECT, FIELDS, UNFORMED, POSITIONS = "windows", "direct", "fields", "unformed", "positions"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class StackedConv(StackedLayer):
         k, models = self.kernel, self.stack.models
         matrix, bias = k.matrix(self, x.dtype), k.bias(self)
         way = self._way(x, matrix.shape[2])
-        if way != WINDOWS and stacked_conv.worth_it(x, matrix.shape[2]):
+        if way not in (WINDOWS, POSITIONS) and stacked_conv.worth_it(x, matrix.shape[2]):
             wide = None if bias is None else bias.float()
             out = stacked_conv.conv(x, matrix, wide, k.size, k.stride, (k.padding, k.padding), k.dilation)
             return out, Kept(x.shape, matrix, way, x)
@@ -64,16 +66,22 @@ class StackedConv(StackedLayer):
         matrix = F.pad(matrix, (0, 0, 0, spare)) if spare else matrix
         columns = columns.view(models, -1, columns.shape[-1])
         out = columns @ matrix if bias is None else torch.baddbmm(bias[:, None].to(x.dtype), columns, matrix)
-        kept = Kept(x.shape, matrix, way, columns if way == WINDOWS else x)
+        kept = Kept(x.shape, matrix, way, columns if way in (WINDOWS, POSITIONS) else x)
         return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), kept
 
     def backward(self, saved: Any, cotangent: Tensor, wants_input: bool) -> Tensor | None:
         kept: Kept = saved
+        k = self.kernel
         cotangent = cotangent.contiguous(memory_format=torch.channels_last)  # or products read from odd places
         d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]
-        self.kernel.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
+        k.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
         if kept.way == UNFORMED:
             self.record("weight", Unformed(self.stack.models, kept.maps, cotangent, self._plane()))
+        elif kept.way == POSITIONS:
+            taps, channels = k.size[0] * k.size[1], kept.shape[1]
+            a = kept.maps.view(*d.shape[:2], -1)[..., : taps * channels].unflatten(2, (taps, channels))
+            blocks = Blocks(k.block_size if isinstance(k, CirculantKernel) else 1)
+            self.record("weight", Positions(self.stack.models, a, d, blocks))
         elif kept.way == FIELDS:
             assert isinstance(self.kernel, SteerableKernel)
             self.kernel.pull_maps(self, kept.maps, cotangent)
@@ -94,6 +102,8 @@ class StackedConv(StackedLayer):
         k, channels = self.kernel, x.shape[1]
         size = [(n + 2 * k.padding - k.dilation * (s - 1) - 1) // k.stride + 1 for n, s in zip(x.shape[2:], k.size)]
         tokens = size[0] * size[1]
+        if tokens <= self.stack.positions and isinstance(k, (PlainKernel, CirculantKernel)):
+            return POSITIONS
         many = x.shape[0] > MOST or max(x.numel(), x.shape[0] * outputs * tokens) >= 1 << 31
         if many or not usable(x) or x.dtype not in (torch.bfloat16, torch.float16):
             return WINDOWS

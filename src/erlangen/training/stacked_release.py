@@ -32,6 +32,7 @@ from erlangen.mechanisms.frequency import hartley, scales
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
 from erlangen.training.config import ConfigError
+from erlangen.training.stacked_positions import Positions
 from erlangen.training.stacked_rows import Rows, norms
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class StackedGaussian(StackedRelease):
         ones = {n: torch.ones(s) for n, s in stack.shapes.items()}
         metrics = [m.geometry.m if isinstance(m.geometry, Diagonal) else ones for m in mechanisms]
         self.metric = torch.stack([stack.vector(m) for m in metrics])
-        self.plain = all(type(m.geometry) is Geometry for m in mechanisms)
+        self.plain = not any(isinstance(m.geometry, Diagonal) for m in mechanisms)
         self.std = self.column([_white_std(m) for m in mechanisms]) * self.metric
         self.frames = {} if all(_unfiltered(m) for m in mechanisms) else self._frames(mechanisms)
 
@@ -123,6 +124,8 @@ class StackedGaussian(StackedRelease):
 
     def _guarded(self, rows: Rows, matrix: Tensor, metric: Tensor | None) -> Tensor:
         """‖g·M‖², the norm that guards a filtered kernel."""
+        if metric is None and isinstance(rows, Positions):
+            return rows.energy_in(matrix)
         part = rows.dense() if metric is None else rows.dense() / metric[:, None]
         with exact_float32():
             turned = part.reshape(part.shape[0], -1, matrix.shape[1]) @ matrix

@@ -1,0 +1,147 @@
+"""Convolutions on few positions: norms, filtered norms and sums of gradients that are never formed, against formed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from erlangen.circulant import CirculantConv2d
+from erlangen.data.base import Dataset
+from erlangen.models import register_model
+from erlangen.training import stacked_positions
+from erlangen.training.config import TrainConfig
+from erlangen.training.ensemble import Ensemble
+from erlangen.training.session import Session
+from erlangen.training.stacked import Stack
+from erlangen.training.stacked_positions import TEN_BITS, Blocks, Positions
+from erlangen.training.stacked_rows import Formed
+from tests.training.test_ensemble import like_sessions
+
+
+def small(circulant: int | None = None) -> nn.Module:
+    conv = nn.Conv2d(6, 8, 3, padding=1) if circulant is None else CirculantConv2d(6, 8, 3, circulant, padding=1)
+    last = nn.Conv2d(8, 5, 2, bias=False) if circulant is None else CirculantConv2d(8, 5, 2, circulant, bias=False)
+    return nn.Sequential(conv, nn.ReLU(), last, nn.Flatten(), nn.Linear(5, 3))
+
+
+register_model("two-by-two", lambda shape, classes, circulant=None: small(circulant))
+
+
+def records() -> Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 6, 2, 2)).astype(np.float32)
+    y = (x[:, 0].mean((1, 2)) > 0).astype(np.int64)
+    return Dataset("two-by-two", x, y, x[:20], y[:20], 3)
+
+
+def rows_of(circulant: int | None, positions: int) -> dict[str, Formed | Positions]:
+    torch.manual_seed(1)
+    stack = Stack([small(circulant) for _ in range(3)], 4, positions=positions)
+    x, y = torch.randn(12, 6, 2, 2), torch.randint(0, 3, (12,))
+    return stack.backward(stack(x), y)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("largest", [1, 2500, 1 << 28])
+@pytest.mark.parametrize("circulant", [None, 2, 4])
+def test_norms_and_sums_are_those_of_formed_gradients(
+    circulant: int | None, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacked_positions, "LARGEST", largest)
+    formed, kept = rows_of(circulant, 0), rows_of(circulant, 4)
+    weights = torch.rand(3, 4)
+    weights[1, 2] = 0.0
+    for name in ("0.weight", "2.weight"):
+        ours, theirs = kept[name], formed[name].dense()
+        assert isinstance(ours, Positions)
+        torch.testing.assert_close(ours.energy(), theirs.double().square().sum(2), rtol=1e-5, atol=0)
+        torch.testing.assert_close(ours.weighted_sum(weights), torch.einsum("ep,epd->ed", weights, theirs))
+        size = (circulant or 1) * (9 if name.startswith("0") else 4)
+        matrices = torch.randn(3, size, size)
+        turned = torch.einsum("epnk,ekm->epnm", theirs.unflatten(2, (-1, size)), matrices)
+        torch.testing.assert_close(ours.energy_in(matrices), turned.double().square().sum((2, 3)), rtol=1e-4, atol=0)
+        torch.testing.assert_close(ours.dense(), theirs)
+        metric = torch.rand(3, theirs.shape[2]) + 0.5
+        torch.testing.assert_close(
+            ours.energy(metric), (theirs / metric[:, None]).double().square().sum(2), rtol=1e-5, atol=0
+        )
+
+
+def test_a_row_of_weight_zero_is_left_out_whatever_it_holds() -> None:
+    a, d = torch.randn(4, 2, 3, 6), torch.randn(4, 2, 5)
+    a[1], d[2] = float("nan"), float("inf")
+    rows = Positions(2, a, d, Blocks())
+    weights = torch.tensor([[0.5, 0.0], [0.0, 2.0]])
+    assert rows.weighted_sum(weights).isfinite().all()
+    assert rows.energy().isfinite().tolist() == [[True, False], [False, True]]
+
+
+def cut(t: Tensor) -> Tensor:
+    """To ten bits, the way a careless unit does it: downwards in magnitude."""
+    return (t.view(torch.int32) & ~((1 << 13) - 1)).view(torch.float32)
+
+
+def test_the_norm_covers_cotangents_of_ten_bits() -> None:
+    """Positions that nearly cancel: rounding one factor moves the sum by far more than ten bits of its norm."""
+    torch.manual_seed(0)
+    a = torch.randn(1, 1, 1, 6).expand(8, 2, 1, 6).contiguous().bfloat16()
+    d = torch.randn(8, 1, 5) * torch.tensor([1.0, -1.001])[None, :, None]
+    rows = Positions(1, a, d, Blocks())
+    exact = torch.einsum("nto,ntkc->nokc", d.double(), a.double()).flatten(1).norm(dim=1)
+    rows.fast = True  # as on a GPU
+    covered = rows.energy().sqrt()
+    weights = torch.rand(8) + 0.5
+    moved = torch.einsum("nto,ntkc->nokc", cut(weights[:, None, None] * d), a.float()).flatten(1).norm(dim=1)
+    assert bool((moved <= weights * covered[0] * (1 + 1e-6)).all())
+    assert bool((moved > weights * exact).any()), "the broken twin: without the margin terms pass that are too long"
+    terms = (a.float().norm(dim=(2, 3)) * d.norm(dim=2)).sum(1)
+    assert bool((covered[0] <= exact + 2 * TEN_BITS * terms).all())
+
+
+FAMILY = [
+    {"mechanism": "spectral", "mechanism_options": {"ratio": 0.4}}, {"momentum": 0.0}, {"mechanism": "gredp"},
+    {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("circulant", [None, 2])
+def test_without_noise_members_are_their_sessions(circulant: int | None) -> None:
+    options = {} if circulant is None else {"circulant": circulant}
+    base = TrainConfig(
+        data="two-by-two", model="two-by-two", model_options=options, epsilon=None, noise_multiplier=0.0, batch=16, steps=5,
+        lr=0.3, momentum=0.5, ema=0.9, max_grad_norm=0.3, device="cpu",
+    )  # fmt: skip
+    configs = [dataclasses.replace(base, seed=k, **change) for k, change in enumerate(FAMILY)]
+    data = records()
+    ensemble = like_sessions(configs, data, rows=9, positions=4)
+    ensemble.run()
+    for k, config in enumerate(configs):
+        session = Session(config, data, run_id=f"member-{k}")
+        for _ in range(config.steps):
+            session.step()
+        last = session.model.state_dict()
+        for name, value in ensemble.stack.state_dict(k).items():
+            torch.testing.assert_close(value, last[name], rtol=1e-3, atol=2e-5)
+
+
+def test_no_gradient_of_a_row_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside GReDP and Spectral-DP too: 2.4 million weights a row would be gigabytes."""
+
+    def refused(self: Positions) -> Formed:
+        raise AssertionError("formed")
+
+    monkeypatch.setattr(Positions, "form", refused)
+    base = TrainConfig(
+        data="two-by-two",
+        model="two-by-two",
+        epsilon=None,
+        noise_multiplier=1.0,
+        batch=16,
+        steps=2,
+        seed=0,
+        device="cpu",
+    )
+    Ensemble([dataclasses.replace(base, **change) for change in FAMILY], records(), positions=4).run()
