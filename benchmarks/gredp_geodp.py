@@ -10,6 +10,15 @@ Finished runs are written as they come; what is left is done with --resume. Need
 stored in gredp_geodp_tasks.py, so that no accountant is needed (``--epsilon`` adds the true ε afterwards). More tasks:
 GReDP's Table 3 and Figures 3 to 5 for LeNet-5, Model-3 on CIFAR-10. ``--processes 4`` trains runs one by one on CPU cores:
 for logistic regression.
+
+The other rows of GeoDP's Tables II and III are tasks of their own and not tuned: a row takes the step length, C and momentum
+of the method that it extends (DP's for DP+SUR, DP+PSAC's for DP+SUR+PSAC, GeoDP's for GeoDP+IS, …), which must have been
+tuned in the same file or in the one of ``--picks``:
+
+    python benchmarks/gredp_geodp.py --data FOLDER --out frequency.json --resume --seeds 3 --tasks geodp-table2-companions
+
+Importance sampling and selective updates train one run after another, from the weights of their pair, with batches and
+noise of their own (these need dp_accounting, because a session charges every step).
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -35,8 +44,14 @@ import torch
 from gredp_geodp_tasks import DEFAULT, TASKS, Pick, Task, shortened
 
 from erlangen.data import Dataset, load
+from erlangen.models import make_model
+from erlangen.streams import Stream
 from erlangen.training.config import TrainConfig
+from erlangen.training.device import pick_device
 from erlangen.training.ensemble import Ensemble
+
+if TYPE_CHECKING:
+    from erlangen.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -56,9 +71,13 @@ class Trial:
         return [self.task, self.method, self.setting, self.length, self.bound, self.momentum, self.seed]
 
     @property
+    def alone(self) -> bool:
+        return TASKS[self.task].methods[self.method].alone
+
+    @property
     def pair(self) -> str:
         """The runs that share initial weights and batches."""
-        return f"{self.task} {self.setting.removesuffix(' true').removesuffix(' claimed')} {self.seed}"
+        return f"{TASKS[self.task].base or self.task} {self.setting.removesuffix(' true').removesuffix(' claimed')} {self.seed}"
 
     def config(self, device: str) -> TrainConfig:
         pick = (self.length, self.bound, self.momentum)
@@ -88,7 +107,8 @@ class Bench:
         if self.options.processes:
             self.run_apart(phase, left)
             return
-        for (name, family), members in families(left).items():
+        self.run_alone(phase, [t for t in left if t.alone])
+        for (name, family), members in families([t for t in left if not t.alone]).items():
             task = TASKS[name]
             data = dataset(str(task.common["data"]), phase, bool(self.options.steps))
             for part in batched(members, task.members or self.options.members):
@@ -134,10 +154,19 @@ class Bench:
             ensemble.run()
         return ensemble
 
+    def run_alone(self, phase: str, trials: list[Trial]) -> None:
+        """One after another on this device."""
+        for trial in trials:
+            self.in_time()
+            started = time.perf_counter()
+            self.keep(phase, [trial], [one((trial, phase, self.options.steps, self.device))])
+            gc.collect()
+            print(f"{phase} {trial.task} {trial.method}: {time.perf_counter() - started:.1f} s", flush=True)
+
     def run_apart(self, phase: str, trials: list[Trial]) -> None:
         from erlangen.experiments.pool import Pool
 
-        jobs = [(trial, phase, self.options.steps) for trial in trials]
+        jobs = [(trial, phase, self.options.steps, "cpu") for trial in trials]
         for (trial, *_), scores in Pool(self.options.processes).run(one, jobs):
             self.keep(phase, [trial], [scores])
             self.in_time()
@@ -167,26 +196,39 @@ class Bench:
 
     def best(self, task: Task, method: str, setting: str, momentum: float | None = None) -> Pick:
         """The pick with the best held-out accuracy (or loss), the mean over tuning seeds."""
-        found: dict[Pick, list[float]] = {}
-        sign = -1 if task.score == "test_loss" else 1
-        for row in self.result["tuning"]:
-            name, m, s, length, bound, mu, _ = row["key"]
-            if (name, m, s) == (task.name, method, setting) and momentum in (None, mu):
-                found.setdefault((length, bound, mu), []).append(row[task.score] * sign)
-        return max(found, key=lambda k: statistics.fmean(found[k]))
+        found = held_out(self.result["tuning"], task, method, setting)
+        return max((pick for pick in found if momentum in (None, pick[2])), key=found.__getitem__)
+
+    def borrowed(self, task: Task, method: str, setting: str) -> set[Pick]:
+        """What was tuned for the method that this one is like; nothing, and a line that says so, until all of it was."""
+        assert task.base is not None
+        base, like, source = TASKS[task.base], task.methods[method].like, self.options.picks or self.options.out
+        assert like is not None
+        rows = json.loads(source.read_text())["tuning"] if self.options.picks else self.result["tuning"]
+        found, grid = held_out(rows, base, like, setting), base.grid(like)
+        lacking = len(set(grid) - found.keys())
+        if lacking:
+            print(
+                f"{task.name}: {method} at {setting} is left out: {lacking} of the {len(grid)} trials of {base.name}, "
+                f"{like}, {setting} are not in {source}. Run --tasks {base.name} first, or name its file with --picks"
+            )
+            return set()
+        return {max(found, key=found.__getitem__)}
+
+    def picks(self, task: Task, method: str, setting: str) -> list[Pick]:
+        """What is measured: the best options, the best without momentum, and those that the task fixes."""
+        if task.base is not None:
+            return sorted(self.borrowed(task, method, setting))
+        plain = (0.0,) if 0.0 in task.momenta else ()
+        tuned = {self.best(task, method, setting, mu) for mu in (None, *plain)} if task.lengths else set()
+        return sorted({*tuned, *task.fixed(method)})
 
     def measure(self, task: Task, stage: tuple[str, ...]) -> None:
-        trials = []
-        for method in self.methods(task):
-            for setting in task.where(method, stage):
-                plain = (0.0,) if 0.0 in task.momenta else ()
-                tuned = {self.best(task, method, setting, mu) for mu in (None, *plain)} if task.lengths else ()
-                trials += [
-                    Trial(task.name, method, setting, *pick, seed)
-                    for pick in sorted({*tuned, *task.fixed(method)})
-                    for seed in range(self.options.seeds)
-                ]
-        self.run("runs", trials)
+        self.run("runs", [
+            Trial(task.name, method, setting, *pick, seed)
+            for method in self.methods(task) for setting in task.where(method, stage)
+            for pick in self.picks(task, method, setting) for seed in range(self.options.seeds)
+        ])  # fmt: skip
 
     def main(self) -> None:
         try:
@@ -215,16 +257,44 @@ def dataset(name: str, phase: str, short: bool = False) -> Dataset:
     return replace(d, x_test=d.x_test[:200], y_test=d.y_test[:200]) if short else d
 
 
-def one(job: tuple[Trial, str, int]) -> dict[str, float]:
-    """One run in this process. Its streams carry its whole name: it shares none with another."""
+#: rows of a physical batch of a run that trains alone
+ROWS = {"cpu": 1024, "cuda": 4096}
+
+
+def one(job: tuple[Trial, str, int, str]) -> dict[str, float]:
+    """One run in this process. Its streams carry its whole name: it shares none with another, but for initial weights."""
     from erlangen.training.session import Session
 
-    trial, phase, steps = job
-    config = shortened(replace(trial.config("cpu"), max_physical_batch=1024), steps)
+    trial, phase, steps, device = job
+    task, where = TASKS[trial.task], pick_device(device)
+    config = shortened(replace(trial.config(where), max_physical_batch=ROWS.get(where.partition(":")[0], 1024)), steps)
+    if task.base is not None:
+        config = replace(config, precision="bf16" if task.precision else "float32")  # as the ensembles beside it
     session = Session(config, dataset(config.data, phase, bool(steps)), "-".join(map(str, trial.key)))
+    if task.base is not None:
+        session.model.load_state_dict(start(session, trial.pair))
     while session.step_count < session.config.steps:
         session.step()
     return session.evaluate()
+
+
+def start(session: Session, pair: str) -> dict[str, torch.Tensor]:
+    """The weights with which an ensemble's member of this pair begins."""
+    config, data = session.config, session.dataset
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Stream("init", config.seed, pair).at(0).initial_seed())
+        return make_model(config.model, data.input_shape, data.classes, **config.model_options).state_dict()
+
+
+def held_out(rows: list[dict[str, Any]], task: Task, method: str, setting: str) -> dict[Pick, float]:
+    """Pick → its held-out accuracy (or minus its loss), the mean over tuning seeds."""
+    found: dict[Pick, list[float]] = {}
+    sign = -1 if task.score == "test_loss" else 1
+    for row in rows:
+        name, m, s, length, bound, momentum, _ = row["key"]
+        if (name, m, s) == (task.name, method, setting):
+            found.setdefault((length, bound, momentum), []).append(row[task.score] * sign)
+    return {pick: statistics.fmean(values) for pick, values in found.items()}
 
 
 def families(trials: list[Trial]) -> dict[tuple[str, str], list[Trial]]:
@@ -264,10 +334,17 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None, "paired": {
                     f"{rival} momentum {key[2]:g}": gap(values, other)
                     for rival in RIVALS if rival != method
-                    for key, other in cells.get((name, setting.replace("claimed", "true"), rival), {}).items()
+                    for key, other in rival_of(cells, name, setting, rival).items()
                 },
             })  # fmt: skip
     return rows
+
+
+def rival_of(cells: dict[tuple[str, str, str], Any], task: str, setting: str, rival: str) -> Any:
+    """Pick → seed → accuracy of a rival in the same task, or in the one that it extends."""
+    known = TASKS.get(task)
+    where = (setting.replace("claimed", "true"), rival)
+    return cells.get((task, *where)) or cells.get(((known and known.base) or task, *where), {})
 
 
 def gap(values: dict[int, float], other: dict[int, float]) -> dict[str, Any]:
@@ -321,6 +398,7 @@ def main() -> None:
     )
     parser.add_argument("--no-graph", action="store_true", help="large ensembles gain nothing by CUDA graphs")
     parser.add_argument("--processes", type=int, default=0, help="runs one by one on so many CPU cores")
+    parser.add_argument("--picks", type=Path, help="file with the tuning that companions take their options from")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--device", default="auto")
     Bench(parser.parse_args()).main()

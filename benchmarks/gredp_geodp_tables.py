@@ -2,8 +2,8 @@
 
     python benchmarks/gredp_geodp_tables.py frequency.json --task gredp-table1 --measure test_accuracy
 
-A row is a method at the options that tuning chose; its differences to DP-SGD (and AUTO-S) are means over common seeds with
-95 % intervals (Student's t). ε is the method's own, by both accountants.
+Several files count as one. A row is a method at the options that tuning chose; its differences to DP-SGD (and AUTO-S) are
+means over common seeds with 95 % intervals (Student's t). ε is the method's own, by both accountants.
 """
 
 from __future__ import annotations
@@ -65,9 +65,17 @@ def spent(epsilon: dict[str, Any]) -> str:
     return " / ".join("∞" if e == "inf" or math.isinf(float(e)) else f"{float(e):.3g}" for e in epsilon.values())
 
 
+def best_of(result: dict[str, Any], task: str, measure: str) -> dict[tuple[str, str], Values]:
+    """(setting, method) → seed → value at the chosen options; the base's methods too, where a task extends another."""
+    base = TASKS[task].base
+    known = {} if base is None else best_of(result, base, measure)
+    found = cells(result["runs"], task, measure)
+    return {**known, **{key: picks[chosen(result, task, *key, picks)] for key, picks in found.items()}}
+
+
 def table(result: dict[str, Any], task: str, measure: str) -> str:
     found, digits = cells(result["runs"], task, measure), 2 if measure == "test_accuracy" else 3
-    best = {key: picks[chosen(result, task, *key, picks)] for key, picks in found.items()}
+    best = best_of(result, task, measure)
     truth = true_epsilons([row for row in result["runs"] if row["key"][0] == task])
     lines = [
         f"| setting | method | true ε (PLD / RDP) | lr | C | momentum | {measure} | − DP-SGD | − AUTO-S |",
@@ -94,11 +102,13 @@ def table(result: dict[str, Any], task: str, measure: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--task", required=True, choices=list(TASKS))
     parser.add_argument("--measure", default="test_accuracy", choices=["test_accuracy", "test_loss"])
     arguments = parser.parse_args()
-    print(table(json.loads(arguments.file.read_text()), arguments.task, arguments.measure))
+    results = [json.loads(file.read_text()) for file in arguments.files]
+    merged = {phase: [row for result in results for row in result[phase]] for phase in ("tuning", "runs")}
+    print(table(merged, arguments.task, arguments.measure))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,18 @@ Pick = tuple[float, float, float]
 class Method:
     """Options of a method, its ``family`` (what trains together) and the settings it runs in (all of them).
 
-    ``scale`` multiplies the step lengths that are tried: normalised steps do not shrink, and need shorter ones.
+    ``scale`` multiplies the step lengths that are tried: normalised steps do not shrink, and need shorter ones. ``tried``
+    replaces the task's grid. A method that is ``like`` another is not tuned: it takes what was tuned for that one in the
+    task's ``base``. One that trains ``alone`` does what no ensemble can (it chooses its batches, or takes updates back).
     """
 
     family: str
     options: Options
     settings: tuple[str, ...] | None = None
     scale: float = 1.0
+    tried: tuple[Pick, ...] = ()
+    like: str | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,14 @@ class Task:
     score: str = "test_accuracy"
     #: steps of a tuning trial, where a whole run would cost too much
     tuning_steps: int | None = None
+    #: the task whose methods these are ``like``; runs of a seed start from its weights
+    base: str | None = None
 
     def grid(self, method: str) -> list[Pick]:
-        scale = self.methods[method].scale
-        return [(length * scale, bound, mu) for length in self.lengths for bound in self.bounds for mu in self.momenta]
+        scale, tried = self.methods[method].scale, self.methods[method].tried
+        return list(tried) or [
+            (length * scale, bound, mu) for length in self.lengths for bound in self.bounds for mu in self.momenta
+        ]
 
     def fixed(self, method: str) -> list[Pick]:
         return [(length * self.methods[method].scale, bound, mu) for length, bound, mu in self.picks]
@@ -217,15 +226,83 @@ def larger_bounds(figure: Task, **options: Any) -> Task:
 
 FIGURE_5_BOUNDS = larger_bounds(FIGURE_5, stages=(("σ=10",), ("σ=1",)))
 FIGURE_5_HALF_BOUNDS, FIGURE_5C_BOUNDS = larger_bounds(FIGURE_5_HALF), larger_bounds(FIGURE_5C)
-TABLE_III = geodp(
-    "geodp-table3", {"data": "cifar10", "model": "resnet3", "batch": 16384, "steps": 61}, (0.1, 0.01), (1.0, 0.1),
-    picks=((3.2, 0.1, 0.0), (3.2, 0.1, 0.9)), rows=1056, members=16, precision="bfloat16",
+
+
+def table_3() -> Task:
+    """CIFAR-10. AUTO-S and PSAC scale with C, so their trials are step lengths; DP has as many again with momentum."""
+    task = geodp(
+        "geodp-table3", {"data": "cifar10", "model": "resnet3", "batch": 16384, "steps": 61}, (0.1, 0.01), (1.0, 0.1),
+        lengths=(1.6, 6.4), bounds=(0.1, 1.0), momenta=(0.0,), rows=1056, members=16, precision="bfloat16",
+    )  # fmt: skip
+    methods = {name: method for name, method in task.methods.items() if name != "direction, scaled"}
+    plain = tuple(task.grid("DP"))
+    methods["DP"] = replace(methods["DP"], tried=plain + tuple((length, bound, 0.9) for length, bound, _ in plain))
+    for name in ("DP+AUTO-S", "DP+PSAC"):
+        methods[name] = replace(methods[name], tried=tuple((length, 0.1, 0.0) for length in (0.8, 1.6, 3.2, 6.4)))
+    return replace(task, methods=methods)
+
+
+TABLE_III = table_3()
+
+#: what stands behind the plus signs of Tables II and III
+COMPANIONS: dict[str, Options] = {
+    "IS": {"sampling": "importance"}, "SUR": {"selective": True}, "AUTO-S": {"clipping": "auto-s"},
+    "PSAC": {"clipping": "psac"},
+}  # fmt: skip
+
+
+def companions(base: Task, rows: dict[str, tuple[str, str]], halved: dict[str, tuple[str, Options]]) -> Task:
+    """The rows of a table that its ``base`` does not have, at what was tuned there.
+
+    ``rows``: (the base's method, companions); the step length, C and momentum are those of the base's method, or of its
+    method with the same clipping rule. ``halved``: methods at half the batch and twice the steps.
+    """
+    methods = {}
+    for name, (method, extras) in rows.items():
+        options = dict(base.methods[method].options)
+        for extra in extras.split("+"):
+            options |= COMPANIONS[extra]
+        alone = "sampling" in options or "selective" in options
+        ruled = f"{method}+{extras.split('+')[-1]}"
+        like = ruled if ruled in base.methods else method
+        methods[name] = Method(f"{base.methods[method].family} {extras}", options, like=like, alone=alone)
+    shorter = {"batch": base.common["batch"] // 2, "steps": 2 * base.common["steps"]}
+    for name, (like, changes) in halved.items():
+        options = {**base.methods[like].options, **changes, **shorter}
+        methods[name] = Method(f"{base.methods[like].family}, half the batch", options, like=like)
+    return replace(
+        base, name=f"{base.name}-companions", base=base.name, methods=methods, lengths=(), bounds=(), momenta=(), picks=(),
+        stages=tuple((setting,) for setting in base.settings),
+    )  # fmt: skip
+
+
+def rows_of(label: str, method: str, *extras: str) -> dict[str, tuple[str, str]]:
+    return {f"{label}+{extra}": (method, extra) for extra in extras}
+
+
+GEODP = "GeoDP as published β=0.1"
+ROWS = {**rows_of("DP", "DP", "IS", "SUR"), **rows_of(GEODP, GEODP, "IS", "SUR")}
+MORE = {**rows_of("DP", "DP", "SUR+PSAC"), **rows_of(GEODP, GEODP, "SUR+PSAC", "AUTO-S", "PSAC")}
+
+
+def as_published(beta: float) -> Options:
+    return {"mechanism_options": {"as_published": True, "beta": beta}}
+
+
+TABLE_II_MORE = companions(
+    TABLE_II, {**ROWS, **MORE, **rows_of("direction", "direction", "IS", "SUR", "PSAC")},
+    {"DP B=8192": ("DP", {}), f"{GEODP} B=8192": (GEODP, {}), "GeoDP as published β=0.5 B=8192": (GEODP, as_published(0.5))},
+)  # fmt: skip
+TABLE_III_MORE = companions(
+    TABLE_III, {**ROWS, **MORE},
+    {"DP B=8192": ("DP", {}), "GeoDP as published β=1 B=8192": ("GeoDP as published β=1", {})},
 )  # fmt: skip
 
 #: in the order in which they are worth running
 ALL = (
     TABLE_1, TABLE_II, FIGURE_5, TABLE_3, BATCHES, RATES, MODEL_3, TABLE_III, RESNET_20, ALEXNET, TABLE_II_SMALL,
     FIGURE_5_BOUNDS, FIGURE_5_HALF, FIGURE_5_HALF_BOUNDS, FIGURE_5C, FIGURE_5C_BOUNDS,
+    TABLE_II_MORE, TABLE_III_MORE,
 )  # fmt: skip
 TASKS = {task.name: task for task in ALL}
 DEFAULT = ("gredp-table1", "geodp-table2", "geodp-fig5")

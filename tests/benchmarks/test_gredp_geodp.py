@@ -42,8 +42,11 @@ def test_stored_noise_of_other_batches_and_data():
 
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_every_method_has_the_same_number_of_trials(name):
+    """Of GeoDP's Table III the baseline has more."""
     task = tasks.TASKS[name]
-    assert len({len(task.grid(method)) for method in task.methods}) == 1
+    trials = {method: len(task.grid(method)) for method in task.methods}
+    assert len({n for method, n in trials.items() if (name, method) != ("geodp-table3", "DP")}) == 1
+    assert trials.get("DP", 0) in (0, max(trials.values()))
     for method in task.methods:
         for setting in task.where(method, tuple(task.settings)):
             for pick in (*task.grid(method), *task.fixed(method)):
@@ -64,7 +67,7 @@ def options(tmp_path: Path, **changes) -> argparse.Namespace:
     values = {
         "data": tmp_path, "out": tmp_path / "out.json", "tasks": ["geodp-fig5"], "seeds": 2, "tune_seeds": 1, "members": 48,
         "budget": math.inf, "steps": 1, "epsilon": False, "no_graph": True, "processes": 0, "resume": True, "device": "cpu",
-        "methods": None,
+        "methods": None, "picks": None,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -157,3 +160,98 @@ def test_a_row_is_what_tuning_chose_beside_its_rivals():
     mean, half = 50 * (interval.low + interval.high), 50 * (interval.high - interval.low)
     assert f"| {method} | ∞ / ∞ | 8 | 0.1 | 0 |" in row
     assert f"{mean:+.2f} ± {half:.2f}" in row
+
+
+# -- companions ---------------------------------------------------------------------------------------------------------
+
+
+def tuned(task: str, method: str, setting: str, best: tuple[float, float, float]) -> list[dict]:
+    """A whole grid of trials, one of them the best."""
+    grid = tasks.TASKS[task].grid(method)
+    assert best in grid
+    return [{"key": [task, method, setting, *pick, 1000], "test_accuracy": 0.9 - 0.5 * (pick != best)} for pick in grid]
+
+
+def companions(tmp_path: Path, rows: list[dict], methods: list[str], **changes) -> list[list]:
+    source = tmp_path / "base.json"
+    source.write_text(json.dumps({"tuning": rows, "runs": []}))
+    what = {"tasks": ["geodp-table2-companions"], "methods": methods, "picks": source, "seeds": 1}
+    bench.Bench(options(tmp_path, **{**what, **changes})).main()
+    return [row["key"] for row in json.loads((tmp_path / "out.json").read_text())["runs"]]
+
+
+@pytest.mark.parametrize("name", ["geodp-table2", "geodp-table3"])
+def test_companions_are_the_rows_of_the_paper_that_the_base_lacks(name):
+    from erlangen.experiments import geodp
+
+    rows = {"geodp-table2": geodp.ROWS_2, "geodp-table3": geodp.ROWS_3}[name]
+    base, more = tasks.TASKS[name], tasks.TASKS[f"{name}-companions"]
+    for method, batch, beta, _ in rows:
+        head, *extras = method.split("+")
+        label = "+".join([head if beta is None else f"GeoDP as published β={beta:g}", *extras])
+        task, label = (more, f"{label} B=8192") if batch == 8192 else (base if label in base.methods else more, label)
+        config = task.config(label, next(iter(task.settings)), (1.0, 0.1, 0.0), 0, "cpu")
+        expected = geodp._method(method)
+        assert (config.batch, config.steps) == (
+            batch,
+            (geodp.TABLE_2 if base is tasks.TABLE_II else geodp.TABLE_3).steps[batch],
+        )
+        assert config.mechanism_options.get("beta") == beta
+        for option in ("mechanism", "sampling", "selective", "clipping"):
+            assert getattr(config, option) == expected.get(option, getattr(tasks.TrainConfig(), option))
+        assert tasks.TASKS[task.name].methods[label].alone == ("IS" in extras or "SUR" in extras)
+
+
+def test_companions_take_what_was_tuned_for_their_base(tmp_path, data):
+    plain, psac, angles = (3.2, 1.0, 0.9), (12.8, 0.1, 0.0), (0.8, 1.0, 0.0)
+    published = "GeoDP as published β=0.1"
+    rows = tuned("geodp-table2", "DP", "σ=10", plain) + tuned("geodp-table2", "DP+PSAC", "σ=10", psac)
+    rows += tuned("geodp-table2", published, "σ=10", angles)
+    wanted = {"DP+IS": plain, "DP+SUR": plain, "DP+SUR+PSAC": psac, f"{published}+PSAC": angles, "DP B=8192": plain}
+    runs = companions(tmp_path, rows, list(wanted))
+    assert {(method, *pick) for _, method, _, *pick, _ in runs} == {(method, *pick) for method, pick in wanted.items()}
+    assert {setting for _, _, setting, *_ in runs} == {"σ=10"}
+    assert companions(tmp_path, rows, list(wanted)) == runs  # nothing runs twice
+
+
+def test_a_half_tuned_base_is_missing_and_said_to_be(tmp_path, data, capsys):
+    rows = tuned("geodp-table2", "DP", "σ=10", (3.2, 0.1, 0.0))
+    assert companions(tmp_path, rows[:-1], ["DP+SUR"], out=tmp_path / "out.json") == []
+    said = capsys.readouterr().out
+    assert "DP+SUR at σ=10 is left out: 1 of the 12 trials of geodp-table2, DP, σ=10" in said
+    assert "--picks" in said
+    assert len(companions(tmp_path, rows, ["DP+SUR"])) == 1
+
+
+def test_a_run_alone_starts_from_the_weights_of_its_pair(data):
+    from erlangen.training.session import Session
+
+    alone = bench.Trial("geodp-table2-companions", "DP+SUR", "σ=10", 3.2, 0.1, 0.0, 5)
+    base = bench.Trial("geodp-table2", "DP", "σ=10", 3.2, 0.1, 0.0, 5)
+    config = tasks.shortened(base.config("cpu"), 1)
+    member = erlangen.training.ensemble.Ensemble([config], small(), run_ids=[base.pair])
+    session = Session(tasks.shortened(alone.config("cpu"), 1), small(), "-".join(map(str, alone.key)))
+    own = torch.cat([p.detach().flatten() for p in session.model.parameters()])
+    session.model.load_state_dict(bench.start(session, alone.pair))
+    paired = torch.cat([p.detach().flatten() for p in session.model.parameters()])
+    assert torch.equal(paired.sort().values, member.stack.flat[0].sort().values)
+    assert not torch.equal(own, paired)
+
+
+def test_companions_cost_what_they_release():
+    key = lambda task, method: {"key": [task, method, "σ=10", 3.2, 0.1, 0.0, 0]}  # noqa: E731
+    more = "geodp-table2-companions"
+    runs = [key("geodp-table2", "DP"), *(key(more, m) for m in ("DP+IS", "DP+SUR", "GeoDP as published β=0.1+SUR"))]
+    plain, sampled, judged, published = (spent["pld"] for spent in bench.true_epsilons(runs).values())
+    assert plain == sampled < judged < 1.1 * plain
+    assert published == "inf"
+
+
+def test_companions_stand_beside_the_rivals_of_their_base():
+    pick = (3.2, 0.1, 0.0)
+    runs = [{"key": ["geodp-table2", "DP", "σ=10", *pick, s], "test_accuracy": 0.9} for s in range(2)]
+    runs += [{"key": ["geodp-table2-companions", "DP+SUR", "σ=10", *pick, s], "test_accuracy": 0.92} for s in range(2)]
+    row = next(r for r in bench.table(runs) if r["method"] == "DP+SUR")
+    assert math.isclose(row["paired"]["DP momentum 0"]["mean"], 2.0)
+    line = tables.table({"tuning": [], "runs": runs}, "geodp-table2-companions", "test_accuracy").splitlines()[-1]
+    assert "+2.00 ± 0.00" in line
