@@ -1,0 +1,427 @@
+"""GReDP's Table 2, its CIFAR-10 half, on one GPU: fine-tuning the last convolutions of a public ResNet-18, many runs at once.
+
+    python -m erlangen.experiments.pretrain --data cifar10_first_half --out FOLDER
+    python benchmarks/gredp_transfer.py --data FOLDER --out transfer.json --budget 240
+    python benchmarks/gredp_transfer.py --data FOLDER --out transfer.json --table          # needs no GPU
+
+FOLDER holds cifar10.npz. One half of the training set is public and has trained the network; the other half is private. The
+frozen trunk's features are computed once; what trains is an ensemble of tails: one or two convolutions on 2×2 maps and a
+linear head, which starts anew (the public classes are the private ones, and nobody should be paid for knowing them). Every
+method tunes its step length lr·C/(1 − momentum) at every ε with the same trials, in a third of the steps and on a twelfth of
+the private half that is held out; then all seeds train on the whole of it, and the test set is read once. Runs of one seed
+start from the same weights and draw the same batches, with noise of their own. Beside the paper's settings stands the head
+alone (no convolution trains). Finished ensembles are written as they come; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import erlangen.experiments.pretrain  # noqa: F401  (registers the halves)
+from erlangen.circulant import CirculantConv2d
+from erlangen.data import Dataset, load
+from erlangen.experiments.gredp import AUTO_S, CLAIMED, SOUND, TABLE_2
+from erlangen.models import make_model, register_model
+from erlangen.training.config import TrainConfig
+from erlangen.training.ensemble import Ensemble
+
+WEIGHTS = "resnet18-cifar10-first-half"
+RECORDS, BATCH, STEPS, DELTA, MOMENTUM = 25_000, 500, 1500, 1e-5, 0.9
+#: ε → σ of 1,500 steps at q = 0.02, δ = 1e-5: of that ε (PLD), and of a plain Gaussian's claim of it (RDP)
+SIGMAS = {0.5: (5.5355, 6.0326), 1.0: (3.0162, 3.2627), 2.0: (1.7322, 1.8515)}
+#: lr·C/(1 − momentum); C is 1, because nearly every gradient is clipped
+LENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3)
+#: name → (its place among the paper's DP-SGD, Spectral-DP and GReDP, options); dense first
+METHODS: dict[str, tuple[int | None, dict[str, Any]]] = {
+    name: (column, options)
+    for circulant in (False, True)
+    for name, column, options in (*SOUND, ("AUTO-S", None, AUTO_S), *CLAIMED)
+    if name.endswith("circulant") == circulant
+}
+
+
+# -- the network ----------------------------------------------------------------------------------------------------
+
+
+class FrozenNorm(nn.Module):
+    """A group norm with public constants, in float32."""
+
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        super().__init__()
+        self.groups, self.eps = norm.num_groups, norm.eps
+        self.register_buffer("scale", norm.weight.detach().clone())
+        self.register_buffer("shift", norm.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x.float(), self.groups, self.scale, self.shift, self.eps).to(x.dtype)  # type: ignore[arg-type]
+
+
+class Tail(nn.Module):
+    """What trains. It starts from features: pooled ones (no convolution), (h, x) around the last, x before the last two."""
+
+    def __init__(self, block: Any, convolutions: int) -> None:
+        super().__init__()
+        self.conv1 = block.conv1 if convolutions == 2 else None
+        self.norm1 = FrozenNorm(block.norm1) if convolutions == 2 else None
+        self.conv2 = block.conv2 if convolutions else None
+        self.norm2 = FrozenNorm(block.norm2) if convolutions else None
+        self.head: nn.Module = nn.Identity()  # drawn for every run
+
+    def forward(self, z: Tensor) -> Tensor:
+        if self.conv2 is None or self.norm2 is None:
+            return self.head(z)
+        if self.conv1 is None or self.norm1 is None:
+            h, x = z.chunk(2, 1)
+        else:
+            x = z
+            h = F.relu(self.norm1(self.conv1(x)))
+        return self.head(F.relu(self.norm2(self.conv2(h)) + x).amax((2, 3)))
+
+
+@lru_cache(maxsize=8)
+def public_tail(weights: str | None, convolutions: int, circulant: int | None) -> Tail:
+    """The public layers behind the trunk; the nearest circulant twins of the convolutions that train, if that is asked for."""
+    tail = Tail(public_network(weights)[-5], convolutions)
+    for name in ("conv1", "conv2"):
+        conv = getattr(tail, name)
+        if circulant is not None and conv is not None:
+            setattr(tail, name, CirculantConv2d.from_dense(conv, circulant))
+    return tail
+
+
+@lru_cache(maxsize=1)
+def public_network(weights: str | None) -> Any:
+    torch.manual_seed(0)
+    return make_model("resnet18", (3, 32, 32), 10, weights=weights)
+
+
+def tail(
+    input_shape: tuple[int, ...], classes: int, weights: str | None = None, convolutions: int = 1, circulant: int | None = None
+) -> nn.Module:
+    made = copy.deepcopy(public_tail(weights, convolutions, circulant))
+    made.head = nn.Linear(512, classes)
+    return made
+
+
+register_model("resnet18-tail", tail)
+
+
+@torch.no_grad()
+def features(images: Any, weights: str | None, convolutions: int, device: str, rows: int = 1000) -> Tensor:
+    """What the frozen trunk makes of the images, on the host."""
+    network = public_network(weights).to(device)
+    trunk, block = network[:-5], network[-5]
+    parts = []
+    for start in range(0, len(images), rows):
+        x = trunk(torch.from_numpy(images[start : start + rows]).to(device))
+        if convolutions == 0:
+            x = block(x).amax((2, 3))
+        elif convolutions == 1:
+            x = torch.cat([F.relu(block.norm1(block.conv1(x))), x], 1)
+        parts.append(x.cpu())
+    network.cpu()
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def public_accuracy(data: Dataset, weights: str | None, device: str) -> float:
+    """Of the public network as it is, which has seen no private record."""
+    assert data.x_test is not None
+    pooled = features(data.x_test, weights, 0, device)
+    guess = public_network(weights)[-1](pooled).argmax(1)
+    return float((guess == torch.from_numpy(data.y_test)).float().mean())
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    convolutions: int
+    method: str
+    epsilon: float
+    length: float
+    seed: int
+
+    @property
+    def key(self) -> list[Any]:
+        return [self.convolutions, self.method, self.epsilon, self.length, self.seed]
+
+    @property
+    def pair(self) -> str:
+        """The runs that share initial weights and batches."""
+        return f"{self.convolutions}Conv ε={self.epsilon:g} {self.seed}"
+
+    @property
+    def family(self) -> str:
+        """What trains together: one shape of network, one rule of clipping, filtered or not."""
+        return f"{self.convolutions}Conv" + "".join(
+            f" {word}" for word in ("circulant", "Spectral", "AUTO-S") if word in self.method
+        )
+
+    def config(self, weights: str | None, device: str, steps: int, batch: int) -> TrainConfig:
+        _, options = METHODS[self.method]
+        model = {"weights": weights, "convolutions": self.convolutions, **options.get("model_options", {})}
+        values: dict[str, Any] = {**options, "model_options": model}
+        return TrainConfig(
+            data="features", model="resnet18-tail", batch=batch, steps=steps, ema=0.99, momentum=MOMENTUM, max_grad_norm=1.0,
+            lr=self.length * (1 - MOMENTUM), epsilon=None, delta=DELTA, seed=self.seed, device=device, evaluations=1,
+            noise_multiplier=SIGMAS[self.epsilon]["published" in self.method], **values,
+        )  # fmt: skip
+
+
+class OutOfTime(Exception):
+    pass
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.started = options, time.perf_counter()
+        os.environ["ERLANGEN_DATA"] = str(options.data)
+        self.result: dict[str, Any] = {"tuning": [], "runs": []}
+        if options.out.exists():
+            self.result = json.loads(options.out.read_text())
+        self.before = self.result.get("seconds", 0.0)
+        wanted = options.device
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+        self.weights = None if options.weights == "none" else options.weights
+        self.graph = self.device == "cuda" and not options.no_graph
+        self._features: dict[int, Dataset] = {}
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    def images(self) -> Dataset:
+        if not hasattr(self, "_images"):
+            data = load("cifar10_second_half")
+            n = self.options.records
+            assert data.x_test is not None
+            assert data.y_test is not None
+            self._images = data if n is None else replace(
+                data, x_train=data.x_train[:n], y_train=data.y_train[:n], x_test=data.x_test[:n], y_test=data.y_test[:n]
+            )  # fmt: skip
+        return self._images
+
+    def dataset(self, convolutions: int, phase: str) -> Dataset:
+        """Features in the place of images; for tuning, a twelfth of the records stands in for the test set."""
+        if convolutions not in self._features:
+            self._features.clear()
+            made = [
+                features(x, self.weights, convolutions, self.device).numpy()
+                for x in (self.images.x_train, self.images.x_test)
+            ]
+            self._features[convolutions] = replace(self.images, name="features", x_train=made[0], x_test=made[1])
+        whole = self._features[convolutions]
+        if phase == "runs":
+            return whole
+        n = len(whole) - len(whole) // 12
+        x, y = whole.x_train, whole.y_train
+        return replace(whole, x_train=x[:n], y_train=y[:n], x_test=x[n:], y_test=y[n:])
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def run(self, phase: str, runs: list[Run]) -> None:
+        """Train what is not known yet, a family at a time, and write it down."""
+        done = {json.dumps(row["key"]) for row in self.result[phase]}
+        left: dict[str, list[Run]] = {}
+        for each in runs:
+            if json.dumps(each.key) not in done:
+                left.setdefault(each.family, []).append(each)
+        for family, members in left.items():
+            for part in batched(members, self.options.members):
+                if time.perf_counter() - self.started > self.options.budget:
+                    raise OutOfTime
+                started = time.perf_counter()
+                ensemble = self.trained(part, phase)
+                trained = time.perf_counter() - started
+                self.keep(phase, part, ensemble.evaluate())
+                steps, whole = ensemble.config.steps, time.perf_counter() - started
+                del ensemble
+                gc.collect()
+                print(f"{phase} {family}: {len(part)} runs of {steps} steps in {trained:.1f} s, evaluated in "
+                      f"{whole - trained:.1f} s", flush=True)  # fmt: skip
+
+    def trained(self, runs: list[Run], phase: str) -> Ensemble:
+        """By replayed CUDA graphs; once a capture has failed, by single launches."""
+        steps = self.options.tune_steps if phase == "tuning" else self.options.steps
+        data = self.dataset(runs[0].convolutions, phase)
+        configs = [r.config(self.weights, self.device, steps, min(BATCH, len(data) // 4)) for r in runs]
+        precision = torch.bfloat16 if self.device == "cuda" else None
+        while True:
+            ensemble = Ensemble(
+                configs, data, run_ids=[f"{phase} {r.pair}" for r in runs], precision=precision, graph=self.graph, positions=4
+            )
+            try:
+                ensemble.run()
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+                return ensemble
+            except RuntimeError as error:
+                if not self.graph:
+                    raise
+                print(f"CUDA graphs do not work here ({str(error)[:300]}); launching one by one", flush=True)
+                self.graph = False
+                del ensemble
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    def keep(self, phase: str, runs: list[Run], scores: list[dict[str, float]]) -> None:
+        self.result[phase] += [{"key": r.key, **score} for r, score in zip(runs, scores, strict=True)]
+        self.save()
+
+    def save(self) -> None:
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+        made, known = {"torch": torch.__version__, "device": where}, self.result.setdefault("versions", [])
+        if made not in known:
+            known.append(made)
+        self.result["seconds"] = self.before + time.perf_counter() - self.started
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.options.out.with_suffix(".new")
+        partial.write_text(json.dumps(self.result, indent=1) + "\n")
+        partial.replace(self.options.out)
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def methods(self, convolutions: int) -> list[str]:
+        return [m for m in METHODS if convolutions or m == "DP-SGD"]
+
+    def tune(self, convolutions: int) -> None:
+        self.run("tuning", [
+            Run(convolutions, m, e, length, 1000)
+            for m in self.methods(convolutions) for e in SIGMAS for length in self.options.lengths
+        ])  # fmt: skip
+
+    def measure(self, convolutions: int) -> None:
+        self.run("runs", [
+            Run(convolutions, m, e, best(self.result, convolutions, m, e), seed)
+            for m in self.methods(convolutions) for e in SIGMAS for seed in range(self.options.seeds)
+        ])  # fmt: skip
+
+    def main(self) -> None:
+        try:
+            if "public_accuracy" not in self.result:
+                self.result["public_accuracy"] = public_accuracy(self.images, self.weights, self.device)
+                print(f"public network: {100 * self.result['public_accuracy']:.2f} %", flush=True)
+            for convolutions in self.options.convolutions:
+                self.tune(convolutions)
+                self.measure(convolutions)
+        except OutOfTime:
+            print("out of time: the same command goes on")
+        self.save()
+        print(f"{len(self.result['tuning'])} trials, {len(self.result['runs'])} runs, {self.result['seconds']:.0f} s")
+
+
+def batched(items: list[Run], size: int) -> Iterator[list[Run]]:
+    """Parts of nearly equal length, none above ``size``."""
+    parts = math.ceil(len(items) / size)
+    for k in range(parts):
+        yield items[k * len(items) // parts : (k + 1) * len(items) // parts]
+
+
+def best(result: dict[str, Any], convolutions: int, method: str, epsilon: float) -> float:
+    """The step length with the best held-out accuracy; the shorter one of equals."""
+    tried = [row for row in result["tuning"] if row["key"][:3] == [convolutions, method, epsilon]]
+    return float(max(tried, key=lambda row: (row["test_accuracy"], -row["key"][3]))["key"][3])
+
+
+# -- the table ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def true_epsilon(method: str, epsilon: float) -> tuple[float, float]:
+    """What a run costs by its mechanism's own event, by PLD and by RDP. Clipping is flat: the network does not matter."""
+    from erlangen.accounting import epsilon as spent
+    from erlangen.mechanisms import Context, StreamNoise, make_clipping, make_mechanism
+    from erlangen.sampling import PoissonSampler
+
+    config = Run(1, method, epsilon, 1.0, 0).config(None, "cpu", STEPS, BATCH)
+    assert config.noise_multiplier is not None
+    rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
+    model = nn.Conv2d(1, 1, 3)
+    mechanism = make_mechanism(
+        config.mechanism, Context(config.noise_multiplier, rule, StreamNoise(0), model, BATCH, config.mechanism_options)
+    )
+    mechanism.bind(dict(model.named_parameters()), BATCH)
+    event = PoissonSampler(RECORDS, BATCH).event(mechanism.event())
+    return spent([(event, STEPS)], DELTA, "pld"), spent([(event, STEPS)], DELTA, "rdp")
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: mean and deviation over seeds, and paired differences to DP-SGD of the same setting."""
+    from erlangen.experiments.runner import paired
+
+    found: dict[tuple[int, float, str], dict[int, float]] = {}
+    lengths: dict[tuple[int, float, str], float] = {}
+    for row in result["runs"]:
+        k, method, e, length, seed = row["key"]
+        found.setdefault((k, e, method), {})[seed] = 100 * row["test_accuracy"]
+        lengths[k, e, method] = length
+    lines = [
+        f"Public network alone: {100 * result['public_accuracy']:.2f} %.", "",
+        "| trains | ε | method | true ε (PLD / RDP) | step length | test accuracy, % | − DP-SGD | paper |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for k, e, method in sorted(found, key=lambda key: (key[0], key[1], list(METHODS).index(key[2]))):
+        values, rival = found[k, e, method], found.get((k, e, "DP-SGD"), {})
+        common = sorted(set(values) & set(rival))
+        gap = paired([values[s] for s in common], [rival[s] for s in common]) if common and method != "DP-SGD" else None
+        half = "" if gap is None or gap["half_width_95"] is None else f" ± {gap['half_width_95']:.2f}"
+        column = METHODS[method][0]
+        paper = "–" if column is None or k == 0 else f"{TABLE_2['cifar10'][e][column][k - 1]:g}"
+        numbers = list(values.values())
+        spread = f" ± {statistics.stdev(numbers):.2f}" if len(numbers) > 1 else ""
+        difference = "–" if gap is None else f"{gap['mean']:+.2f}{half}"
+        pld, rdp = true_epsilon(method, e)
+        trains = f"{k}Conv" if k else "head"
+        edge = "*" if lengths[k, e, method] in (min(LENGTHS), max(LENGTHS)) else ""
+        lines.append(
+            f"| {trains} | {e:g} | {method} | {pld:.2f} / {rdp:.2f} | {lengths[k, e, method]:g}{edge} | "
+            f"{statistics.fmean(numbers):.2f}{spread} ({len(numbers)}) | {difference} | {paper} |"
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with cifar10.npz and {WEIGHTS}.safetensors")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", action="store_true", help="only print the table of what is in the file")
+    parser.add_argument("--weights", default=WEIGHTS, help="public weights; none: random ones, to see that it runs")
+    parser.add_argument("--convolutions", type=int, nargs="+", default=[1, 2, 0], choices=[0, 1, 2])
+    parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--tune-steps", type=int, default=STEPS // 3)
+    parser.add_argument("--members", type=int, default=27, help="runs trained at once")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no ensemble is started")
+    parser.add_argument("--records", type=int, help="only so many of each set, to see that it runs")
+    parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.out.read_text())))
+    else:
+        Bench(options).main()
+
+
+if __name__ == "__main__":
+    main()
