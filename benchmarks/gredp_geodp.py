@@ -254,7 +254,9 @@ def dataset(name: str, phase: str, short: bool = False) -> Dataset:
         d = replace(d, x_train=d.x_train[:n], y_train=d.y_train[:n], x_test=d.x_train[n:], y_test=d.y_train[n:])
     assert d.x_test is not None
     assert d.y_test is not None
-    return replace(d, x_test=d.x_test[:200], y_test=d.y_test[:200]) if short else d
+    if not short:
+        return d
+    return replace(d, x_train=d.x_train[:2000], y_train=d.y_train[:2000], x_test=d.x_test[:200], y_test=d.y_test[:200])
 
 
 #: rows of a physical batch of a run that trains alone
