@@ -65,17 +65,12 @@ def spent(epsilon: dict[str, Any]) -> str:
     return " / ".join("∞" if e == "inf" or math.isinf(float(e)) else f"{float(e):.3g}" for e in epsilon.values())
 
 
-def best_of(result: dict[str, Any], task: str, measure: str) -> dict[tuple[str, str], Values]:
-    """(setting, method) → seed → value at the chosen options; the base's methods too, where a task extends another."""
-    base = TASKS[task].base
-    known = {} if base is None else best_of(result, base, measure)
-    found = cells(result["runs"], task, measure)
-    return {**known, **{key: picks[chosen(result, task, *key, picks)] for key, picks in found.items()}}
-
-
 def table(result: dict[str, Any], task: str, measure: str) -> str:
     found, digits = cells(result["runs"], task, measure), 2 if measure == "test_accuracy" else 3
-    best = best_of(result, task, measure)
+    best = {}
+    for name in filter(None, (TASKS[task].base, task)):  # a task that extends another stands beside its methods
+        here = found if name == task else cells(result["runs"], name, measure)
+        best |= {key: picks[chosen(result, name, *key, picks)] for key, picks in here.items()}
     truth = true_epsilons([row for row in result["runs"] if row["key"][0] == task])
     lines = [
         f"| setting | method | true ε (PLD / RDP) | lr | C | momentum | {measure} | − DP-SGD | − AUTO-S |",
