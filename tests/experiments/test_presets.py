@@ -119,6 +119,24 @@ def test_a_preset_runs_and_goes_on_where_it_stopped(tmp_path, toy, together):
     assert [p.parent.name for p in before if before[p] != after[p]] == ["iso-seed1"]
 
 
+def test_runs_side_by_side_are_the_same_runs(tmp_path):
+    config = TrainConfig(
+        data="digits", model="cnn", epsilon=None, noise_multiplier=1.0, batch=16, steps=2, lr=0.1, device="cpu",
+        evaluations=1,
+    )  # fmt: skip
+    cells = (Cell("ISO", config), Cell("REP", dataclasses.replace(config, lr=0.3), against=("ISO",)))
+    both = Preset("digits", "nobody", "digits", 1437, cells, seeds=2, train_records=200)
+    seen = []
+    (tmp_path / "alone").mkdir()
+    alone = run_preset(both, tmp_path / "alone")
+    (tmp_path / "apart").mkdir()
+    apart = run_preset(both, tmp_path / "apart", watch=lambda *key: seen.append(key[:2]), workers=2)
+    assert apart["rows"] == alone["rows"]
+    assert sorted(seen) == [("ISO", 0), ("ISO", 1), ("REP", 0), ("REP", 1)]
+    (tmp_path / "apart" / "iso-seed1" / "summary.json").unlink()
+    assert run_preset(both, tmp_path / "apart", workers=2)["rows"] == alone["rows"]
+
+
 def test_small_parameters():
     assert near_zero([torch.tensor([0.0, 1.0]), torch.tensor([[1e-4], [-5.0]])]) == 0.5
 

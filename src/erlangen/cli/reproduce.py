@@ -10,6 +10,10 @@ from typing import Any
 
 import typer
 
+#: options that say how a cell is trained, not what
+HOW = ("device", "pad", "graph", "max_physical_batch", "evaluations")
+KEYS = ", ".join(HOW)
+
 
 def register(app: typer.Typer) -> None:
     app.command("reproduce")(reproduce)
@@ -23,6 +27,8 @@ def reproduce(
     seeds: int | None = typer.Option(None, help="Number of seeds in place of the preset's."),
     only: str | None = typer.Option(None, help="Only the cells whose name contains this."),
     out: Path | None = typer.Option(None, help="Folder for the runs. Default runs/NAME."),
+    jobs: int = typer.Option(1, min=1, help="Runs trained side by side, each in a process; they share a GPU."),
+    set_: list[str] = typer.Option([], "--set", help=f"key=value for what changes no result: {KEYS}."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Reproduce a table or figure: our result beside the paper's number, at the true (ε, δ).
@@ -38,13 +44,16 @@ def reproduce(
         raise typer.BadParameter("give the name of a preset, or --list")
     if seeds is not None and seeds < 1:
         raise typer.BadParameter(f"seeds is {seeds}; give at least one")
+    if quick and jobs > 1:
+        raise typer.BadParameter("--quick runs in one process: leave --jobs out")
     chosen = [_narrowed(part, quick, only, seeds) for part in parts(name)]
+    chosen = [_changed(part, set_) for part in chosen] if set_ else chosen
     if only is not None and not any(part.cells for part in chosen):
         there = [cell.name for part in parts(name) for cell in part.cells]
         raise typer.BadParameter(f"no cell of {name} contains {only!r}; there are {there}")
     asked = [part for part in chosen if part.cells]
     apart = out is not None and len(parts(name)) > 1  # parts have cells of the same name
-    results = [_one(p, quick, dry_run, out / p.name if out and apart else out, as_json) for p in asked]
+    results = [_one(p, quick, dry_run, out / p.name if out and apart else out, as_json, jobs) for p in asked]
     if as_json:
         typer.echo(json.dumps(results[0] if len(results) == 1 else {"preset": name, "parts": results}))
 
@@ -87,7 +96,21 @@ def _narrowed(part: Any, quick: bool, only: str | None, seeds: int | None) -> An
     return part if seeds is None else dataclasses.replace(part, seeds=seeds)
 
 
-def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool) -> dict[str, Any]:
+def _changed(part: Any, assignments: list[str]) -> Any:
+    """The cells with other options of `HOW`."""
+    from erlangen.cli.train import _assignment
+
+    changes = dict(_assignment(text) for text in assignments)
+    refused = sorted(set(changes) - set(HOW))
+    if refused:
+        raise typer.BadParameter(f"{', '.join(refused)} would make another table; --set takes {KEYS}")
+    if not hasattr(part, "together"):
+        raise typer.BadParameter(f"{part.name} measures and trains nothing: leave --set out")
+    changed = (dataclasses.replace(c, config=dataclasses.replace(c.config, **changes)) for c in part.cells)
+    return dataclasses.replace(part, cells=tuple(changed))
+
+
+def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool, jobs: int = 1) -> dict[str, Any]:
     """Run or price one preset; print it unless JSON was asked for."""
     from erlangen.training.run import Interrupted
 
@@ -99,7 +122,7 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool)
     folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json)
+        result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json, jobs)
     except (KeyboardInterrupt, Interrupted):
         typer.echo(f"What is finished is kept in {folder}; the same command goes on from there.", err=True)
         raise KeyboardInterrupt from None
@@ -108,7 +131,7 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool)
     return result
 
 
-def _run(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
+def _run(chosen: Any, folder: Path, quiet: bool, jobs: int = 1) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -116,7 +139,7 @@ def _run(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
 
     with Progress(console=Console(file=sys.stderr), disable=quiet) as progress:
         task = progress.add_task(chosen.name, total=sum(getattr(c, "seed_factor", 1) for c in chosen.cells) * chosen.seeds)
-        return run_preset(chosen, folder, watch=lambda *_: progress.advance(task))
+        return run_preset(chosen, folder, watch=lambda *_: progress.advance(task), workers=jobs)
 
 
 def _first_look(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:

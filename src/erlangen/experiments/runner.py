@@ -6,15 +6,18 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from erlangen.data import Dataset
 from erlangen.experiments.measurements import Measurement, run_measurement
-from erlangen.experiments.presets import Cell, Preset
+from erlangen.experiments.pool import Pool
+from erlangen.experiments.presets import Cell, Preset, presets
 from erlangen.experiments.together import Job, train_together
 from erlangen.training.metrics import near_zero
 from erlangen.training.run import train
@@ -23,10 +26,22 @@ from erlangen.training.session import load_data
 Watch = Callable[[str, int, dict[str, Any]], None]
 
 
+@dataclass(frozen=True)
+class Work:
+    """One run of a cell, as a process of its own can do it."""
+
+    key: tuple[str, int]
+    job: Job
+    preset: Preset
+
+
 def run_preset(
-    preset: Preset | Measurement, out: Path, first_seed: int = 0, watch: Watch | None = None
+    preset: Preset | Measurement, out: Path, first_seed: int = 0, watch: Watch | None = None, workers: int = 1
 ) -> dict[str, Any]:
-    """Finished runs in ``out`` are kept, so that an interrupted table goes on where it stopped."""
+    """Finished runs in ``out`` are kept, so that an interrupted table goes on where it stopped.
+
+    So many ``workers`` train runs side by side, on a GPU all on the same one. What a run releases does not depend on it.
+    """
     if isinstance(preset, Measurement):
         return run_measurement(preset, out, first_seed, watch)
     configs = {cell.name: cell.resolved(preset.records) for cell in preset.cells}
@@ -38,12 +53,12 @@ def run_preset(
     open_jobs = [job for job in jobs.values() if job.summary() is None]
     if preset.together and open_jobs:
         train_together(open_jobs, dataset=_shortened(load_data(open_jobs[0].config), preset))
-    summaries: dict[tuple[str, int], dict[str, Any]] = {}
-    shelf: dict[str, Dataset] = {}
-    for (name, seed), job in jobs.items():
-        summaries[name, seed] = job.summary() or _train(job, shelf, preset)
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for key, summary in _summaries(jobs, preset, workers):
+        found[key] = summary
         if watch is not None:
-            watch(name, seed, summaries[name, seed])
+            watch(*key, summary)
+    summaries = {key: found[key] for key in jobs}  # in the order of the table, whoever was first
     rows = []
     for cell in preset.cells:
         mine = {key: summary for key, summary in summaries.items() if key[0] == cell.name}
@@ -60,14 +75,37 @@ def _folder(name: str, seed: int) -> str:
     return f"{name.lower().replace(' ', '-').replace('/', '-')}-seed{seed}"
 
 
-def _train(job: Job, shelf: dict[str, Dataset], preset: Preset) -> dict[str, Any]:
-    """Cells of one data set follow each other; the ``shelf`` holds it, so that it is read once."""
-    config = job.config
+def _summaries(
+    jobs: dict[tuple[str, int], Job], preset: Preset, workers: int
+) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
+    """What every run says: first those that are finished, then the others as they come."""
+    left = []
+    for key, job in jobs.items():
+        summary = job.summary()
+        if summary is None:
+            left.append(Work(key, job, dataclasses.replace(preset, cells=())))
+        else:
+            yield key, summary
+    pool = Pool(workers, threads=max(1, torch.get_num_threads() // workers))
+    try:
+        for work, summary in pool.run(_train, left):
+            yield work.key, summary
+    finally:
+        _SHELF.clear()
+
+
+#: the data of the last cell: cells of one data set follow each other, and it is read once
+_SHELF: dict[str, Dataset] = {}
+
+
+def _train(work: Work) -> dict[str, Any]:
+    presets()  # in a new process: makes the data of the tables known
+    config, folder = work.job.config, work.job.folder
     wanted = json.dumps([config.data, config.unit, config.data_options], sort_keys=True)
-    if wanted not in shelf:
-        shelf.clear()
-        shelf[wanted] = _shortened(load_data(config), preset)
-    return train(config, job.folder, overwrite=job.folder.exists(), dataset=shelf[wanted]).summary
+    if wanted not in _SHELF:
+        _SHELF.clear()
+        _SHELF[wanted] = _shortened(load_data(config), work.preset)
+    return train(config, folder, overwrite=folder.exists(), dataset=_SHELF[wanted]).summary
 
 
 def _shortened(data: Dataset, preset: Preset) -> Dataset:
