@@ -219,7 +219,7 @@ FIGURE_5C = geodp(
 
 def larger_bounds(figure: Task, **options: Any) -> Task:
     """The paper's C is 0.1; larger ones, for the methods to which C is more than a factor of the learning rate."""
-    methods = {name: figure.methods[name] for name in ("DP", "direction", "direction, scaled")}
+    methods = {name: m for name, m in figure.methods.items() if "clipping" not in m.options and name != "shrink"}
     name = f"{figure.name}-bounds"
     return replace(figure, name=name, bounds=(1.0, 10.0), momenta=(0.0,), methods=methods, **options)
 
