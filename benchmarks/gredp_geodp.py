@@ -97,6 +97,8 @@ class Bench:
         self.before, versions = self.result.get("seconds", 0.0), self.result.get("versions", [])
         self.result["versions"] = versions if isinstance(versions, list) else [versions]
         self.device = options.device
+        #: methods that could not be run, and why
+        self.failed: dict[str, str] = {}
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -155,11 +157,18 @@ class Bench:
         return ensemble
 
     def run_alone(self, phase: str, trials: list[Trial]) -> None:
-        """One after another on this device."""
+        """One after another on this device. A method that fails does not keep the others from running."""
         for trial in trials:
+            if trial.method in self.failed:
+                continue
             self.in_time()
             started = time.perf_counter()
-            self.keep(phase, [trial], [one((trial, phase, self.options.steps, self.device))])
+            try:
+                found = one((trial, phase, self.options.steps, self.device))
+            except RuntimeError as error:
+                self.failed[trial.method] = str(error)[:200]
+                continue
+            self.keep(phase, [trial], [found])
             gc.collect()
             print(f"{phase} {trial.task} {trial.method}: {time.perf_counter() - started:.1f} s", flush=True)
 
@@ -243,6 +252,8 @@ class Bench:
             self.result["epsilon"] = true_epsilons(self.result["runs"])
         self.save()
         show(self.result)
+        if self.failed:
+            raise SystemExit("\n".join(f"{method} failed: {why}" for method, why in self.failed.items()))
 
 
 @lru_cache(maxsize=2)

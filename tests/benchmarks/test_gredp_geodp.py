@@ -256,3 +256,18 @@ def test_companions_stand_beside_the_rivals_of_their_base():
     assert math.isclose(row["paired"]["DP momentum 0"]["mean"], 2.0)
     line = tables.table({"tuning": [], "runs": runs}, "geodp-table2-companions", "test_accuracy").splitlines()[-1]
     assert "+2.00 ± 0.00" in line
+
+
+def test_a_method_that_fails_is_named_and_the_others_run(tmp_path, data, monkeypatch):
+    real = bench.one
+
+    def broken(job):
+        if job[0].method == "DP+IS":
+            raise RuntimeError("no such kernel")
+        return real(job)
+
+    monkeypatch.setattr(bench, "one", broken)
+    with pytest.raises(SystemExit, match=r"DP\+IS failed: no such kernel"):
+        companions(tmp_path, tuned("geodp-table2", "DP", "σ=10", (3.2, 0.1, 0.0)), ["DP+IS", "DP+SUR"])
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [row["key"][1] for row in runs] == ["DP+SUR"]
