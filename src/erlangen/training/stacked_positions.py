@@ -2,12 +2,16 @@
 
 On a 2×2 map 512 → 512 channels have 2.4 million weights and four positions: a row's gradient is Σ_t d_t ⊗ a_t with four
 terms. Its norm comes from Gram matrices, the weighted sum over rows is one product. A block-circulant kernel sums the
-gradient over wrapped diagonals, g[p, q, s] = Σ_{t,r} d[t, p, r]·a[t, q, (r + s) mod b]: the same form with b times the
-positions. A filter on kernel axes is a matrix on the windows.
+gradient over wrapped diagonals, g[p, q, s] = Σ_{t,r} d[t, p, r]·a[t, q, (r + s) mod b], and
+
+    ‖g‖² = Σ_δ Σ_{t,u} (Σ_r ⟨d[t, r], d[u, r + δ]⟩)·(Σ_c ⟨a[t, c], a[u, c + δ]⟩),
+
+whose only term is the usual one where b = 1. A filter on the last axes of the parameter acts on the windows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.circulant import blocks_for
-from erlangen.gradients.pieces import exact_float32, gram_norms
+from erlangen.gradients.pieces import exact_float32, hidden, outward
 from erlangen.training.stacked_rows import Formed, Rows
 
 #: relative rounding of a float32 factor of ten bits (TF32), cut or rounded
@@ -33,17 +37,16 @@ class Blocks:
 
     size: int = 1
 
-    def moved(self, a: Tensor) -> Tensor:
-        """Windows [P, T, taps, C] → [P, T·b, C/b, b·taps]: what the cotangents of place r in a block meet, for every shift."""
-        b = self.size
-        cells = F.pad(a, (0, -a.shape[3] % b)).unflatten(3, (-1, b))  # [P, T, taps, q, c]
-        met = cells[..., _shifts(b, a.device)]  # [P, T, taps, q, r, s]
-        return met.permute(0, 1, 4, 3, 5, 2).reshape(a.shape[0], a.shape[1] * b, cells.shape[3], -1)
+    def split(self, t: Tensor) -> Tensor:
+        """Channels in blocks: [..., C] → [..., C/b, b]"""
+        return F.pad(t, (0, -t.shape[-1] % self.size)).unflatten(-1, (-1, self.size))
 
-    def placed(self, d: Tensor) -> Tensor:
-        """Cotangents [P, T, O] → [P, T·b, O/b]"""
-        b = self.size
-        return F.pad(d, (0, -d.shape[2] % b)).unflatten(2, (-1, b)).transpose(2, 3).flatten(1, 2)
+    def grams(self, places: Tensor) -> Tensor:
+        """Of vectors v by place in a block, [N, b, T, n]: Σ_c ⟨v[c, t], v[(c + δ) mod b, s]⟩, [N, T, T, δ]."""
+        b, count = self.size, places.shape[2]
+        flat = places.flatten(1, 2)
+        pairs = (flat @ flat.mT).view(-1, b, count, b, count).permute(0, 2, 4, 1, 3)  # [N, t, s, c, c']
+        return pairs.gather(4, _shifts(b, places.device).expand(pairs.shape)).sum(3)
 
     def folded(self, kernel: Tensor) -> Tensor:
         """Sums [..., O, taps, C] of a dense gradient → those of the parameter, [..., O/b·C/b·b·taps]."""
@@ -66,7 +69,7 @@ class Positions(Rows):
     """Rows Σ_t d_t ⊗ a_t of windows a [N, T, taps, C] and cotangents d [N, T, O].
 
     Where 16-bit windows allow the fast product, the weighted cotangents are rounded to ten bits. That moves a row's term
-    by at most 2⁻¹⁰·w·Σ_t ‖d_t‖‖a_t‖, and so much is added to the norm that clipping sees.
+    by at most 2⁻¹⁰·w·√b·Σ_t ‖d_t‖‖a_t‖, and so much is added to the norm that clipping sees.
     """
 
     def __init__(self, models: int, a: Tensor, d: Tensor, blocks: Blocks) -> None:
@@ -80,38 +83,47 @@ class Positions(Rows):
             return self.form().energy(metric)
         return self._measured(None)
 
-    def energy_in(self, matrices: Tensor) -> Tensor:
-        """‖g·M‖² with a matrix [b·taps, b·taps] for every model on the last axes of the parameter, [E, P]."""
-        return self._measured(matrices)
+    def energy_in(self, filters: Tensor) -> Tensor:
+        """‖g·R‖², [E, P], with a matrix [b·taps, b·taps] for every model on the last axes of the parameter. It must commute
+        with shifts within a block, as a filter does: then to filter the windows is to filter the gradient."""
+        return self._measured(filters)
 
-    def _measured(self, matrices: Tensor | None) -> Tensor:
-        """Some models at a time: the windows of all shifts take b times the memory."""
+    def _measured(self, filters: Tensor | None) -> Tensor:
+        """‖g‖² = Σ_δ Σ_{t,s} D_δ[t, s]·A_δ[t, s], from the Gram matrices of cotangents and windows at every shift δ."""
         models, rows = self.a.shape[:2]
-        together = max(1, LARGEST // (self.blocks.size * self.a[0].numel()))
+        together = max(1, LARGEST // self.a[0].numel())
         found = []
-        for k in range(0, models, together):
+        for k in range(0, models, together):  # some models at a time, for memory
             a, d = (_wide(t[k : k + together]).flatten(0, 1) for t in (self.a, self.d))
             with exact_float32():
-                met = self._met(a, None if matrices is None else matrices[k : k + together])
-                d = self.blocks.placed(d)
-                squared = self._with_rounding(gram_norms(met, d).double(), met, d)
+                met = self._windows(a, None if filters is None else filters[k : k + together])
+                grams = self.blocks.grams(met), self.blocks.grams(self._cotangents(d))
+            squared = self._squared(*grams, a.shape[2] * a.shape[3] + d.shape[2])
             found.append(squared.unflatten(0, (-1, rows)))
         return torch.cat(found)
 
-    def _met(self, a: Tensor, matrices: Tensor | None) -> Tensor:
-        """What the placed cotangents meet, times the matrix of the model: [N, T·b, everything else]."""
-        if self.blocks.size == 1 and matrices is None:
-            return a.flatten(2)
-        met = self.blocks.moved(a)
-        if matrices is not None:
-            met = (met.reshape(len(matrices), -1, met.shape[3]) @ matrices.to(met.dtype)).view(met.shape)
-        return met.flatten(2)
+    def _cotangents(self, d: Tensor) -> Tensor:
+        """[N, T, O] → [N, b, T, O/b]"""
+        return self.blocks.split(d).permute(0, 3, 1, 2)
 
-    def _with_rounding(self, squared: Tensor, met: Tensor, d: Tensor) -> Tensor:
+    def _windows(self, a: Tensor, filters: Tensor | None) -> Tensor:
+        """[N, T, taps, C] → [N, b, T, taps·C/b], filtered."""
+        cells = self.blocks.split(a)  # [N, T, taps, q, c]
+        if filters is None:
+            return cells.permute(0, 4, 1, 2, 3).flatten(3)
+        last = cells.permute(0, 1, 3, 4, 2)  # [N, T, q, c, taps]
+        turned = last.reshape(len(filters), -1, filters.shape[1]) @ filters.to(last.dtype)
+        return turned.view(last.shape).permute(0, 3, 1, 2, 4).flatten(3)
+
+    def _squared(self, gram_a: Tensor, gram_d: Tensor, entries: int) -> Tensor:
+        """Rounded outwards: a term d_t of b places meets b shifts of a_t, ‖d_t ⋆ a_t‖ ≤ √b·‖d_t‖‖a_t‖."""
+        b = self.blocks.size
+        own_a, own_d = (g[..., 0].diagonal(dim1=1, dim2=2).clamp(min=0) for g in (gram_a, gram_d))
+        terms = (own_a.sqrt() * own_d.sqrt()).sum(1)
+        value = outward((gram_a * gram_d).sum((1, 2, 3)), b * terms.square()) + b * hidden(own_a, own_d, entries)
         if not self.fast:
-            return squared
-        terms = (torch.linalg.vector_norm(met, dim=2) * torch.linalg.vector_norm(d, dim=2)).sum(1).double()
-        return (squared.sqrt() + TEN_BITS * terms).square()
+            return value.double()
+        return (value.double().sqrt() + TEN_BITS * math.sqrt(b) * terms.double()).square()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._formed is not None:

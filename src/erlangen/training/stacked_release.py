@@ -154,14 +154,14 @@ def _unfiltered(mechanism: GaussianMechanism) -> bool:
 
 
 def _matrices(mechanism: GaussianMechanism, name: str, size: int) -> tuple[Tensor, Tensor]:
-    """(norm, projector) of one kernel, acting from the right; the identity where nothing is filtered."""
+    """(norm, projector) of one kernel, acting from the right, both of them filters; the identity where nothing is filtered."""
     identity, g = torch.eye(size, dtype=torch.float64), mechanism.geometry
     if not isinstance(g, Fourier) or bool(g.mask[name].all()):
         return identity, identity
     mask = g.mask[name]
     h = hartley(identity.view(-1, *mask.shape), tuple(range(1, mask.ndim + 1))).flatten(1)
     kept = h[:, mask.flatten()]
-    return (identity if g.order == "clip-first" else h * scales(mask).flatten()), kept @ kept.T
+    return (identity if g.order == "clip-first" else (h * scales(mask).flatten()) @ h), kept @ kept.T
 
 
 class StackedDirection(StackedRelease):

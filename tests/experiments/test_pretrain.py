@@ -1,0 +1,29 @@
+"""Public training of the transfer table: how it begins, and how long its steps are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from erlangen.experiments.pretrain import begin_as_identities, factor
+from erlangen.models import make_model
+from erlangen.models.gredp import BasicBlock
+
+
+def test_residual_branches_begin_at_zero_and_learn() -> None:
+    torch.manual_seed(0)
+    network = begin_as_identities(make_model("resnet20", (3, 32, 32), 10))
+    block = next(m for m in network.modules() if isinstance(m, BasicBlock))
+    x = torch.randn(2, 16, 8, 8)
+    torch.testing.assert_close(block(x), F.relu(x))
+    block(x).sum().backward()
+    assert bool(block.norm2.weight.grad.any()), "zero is where they begin, not where they stay"
+
+
+def test_the_rate_goes_up_and_then_down() -> None:
+    values = [factor(k, 1000) for k in range(1000)]
+    assert max(values) == pytest.approx(1.0, abs=0.01)
+    assert values[0] < 0.05
+    assert values[-1] < 1e-4
+    assert values.index(max(values)) in range(40, 60)
