@@ -50,6 +50,8 @@ RECORDS, BATCH, STEPS, DELTA, MOMENTUM = 25_000, 500, 1500, 1e-5, 0.9
 SIGMAS = {0.5: (5.5355, 6.0326), 1.0: (3.0162, 3.2627), 2.0: (1.7322, 1.8515)}
 #: lr·C/(1 − momentum); C is 1, because nearly every gradient is clipped
 LENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3)
+#: the head alone has 5,130 weights in place of millions, and noise of a twentieth the length
+HEAD_SCALE = 10.0
 #: name → (its place among the paper's DP-SGD, Spectral-DP and GReDP, options); dense first
 METHODS: dict[str, tuple[int | None, dict[str, Any]]] = {
     name: (column, options)
@@ -110,15 +112,17 @@ def public_tail(weights: str | None, convolutions: int, circulant: int | None) -
 
 @lru_cache(maxsize=1)
 def public_network(weights: str | None) -> Any:
-    torch.manual_seed(0)
-    return make_model("resnet18", (3, 32, 32), 10, weights=weights)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make_model("resnet18", (3, 32, 32), 10, weights=weights)
 
 
 def tail(
     input_shape: tuple[int, ...], classes: int, weights: str | None = None, convolutions: int = 1, circulant: int | None = None
 ) -> nn.Module:
+    head = nn.Linear(512, classes)  # first: what is public is made once, and would draw from the same generator
     made = copy.deepcopy(public_tail(weights, convolutions, circulant))
-    made.head = nn.Linear(512, classes)
+    made.head = head
     return made
 
 
@@ -305,8 +309,9 @@ class Bench:
         return [m for m in METHODS if convolutions or m == "DP-SGD"]
 
     def tune(self, convolutions: int) -> None:
+        scale = 1.0 if convolutions else HEAD_SCALE
         self.run("tuning", [
-            Run(convolutions, m, e, length, 1000)
+            Run(convolutions, m, e, length * scale, 1000)
             for m in self.methods(convolutions) for e in SIGMAS for length in self.options.lengths
         ])  # fmt: skip
 
@@ -366,7 +371,10 @@ def true_epsilon(method: str, epsilon: float) -> tuple[float, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: mean and deviation over seeds, and paired differences to DP-SGD of the same setting."""
+    """Markdown: mean and deviation over seeds, and paired differences to DP-SGD of the same setting.
+
+    A star marks a step length at the edge of those that were tried.
+    """
     from erlangen.experiments.runner import paired
 
     found: dict[tuple[int, float, str], dict[int, float]] = {}
@@ -392,7 +400,8 @@ def table(result: dict[str, Any]) -> str:
         difference = "–" if gap is None else f"{gap['mean']:+.2f}{half}"
         pld, rdp = true_epsilon(method, e)
         trains = f"{k}Conv" if k else "head"
-        edge = "*" if lengths[k, e, method] in (min(LENGTHS), max(LENGTHS)) else ""
+        tried = [row["key"][3] for row in result["tuning"] if row["key"][:3] == [k, method, e]]
+        edge = "*" if lengths[k, e, method] in (min(tried), max(tried)) else ""
         lines.append(
             f"| {trains} | {e:g} | {method} | {pld:.2f} / {rdp:.2f} | {lengths[k, e, method]:g}{edge} | "
             f"{statistics.fmean(numbers):.2f}{spread} ({len(numbers)}) | {difference} | {paper} |"

@@ -47,6 +47,17 @@ def test_runs_of_one_cell_have_weights_of_their_own() -> None:
     assert bool(other.conv2.weight.any())
 
 
+def test_the_head_of_a_run_does_not_depend_on_what_was_made_before() -> None:
+    heads = []
+    for method in ({"circulant": 4}, {"circulant": 4}, {}, {"convolutions": 2}):
+        if not heads:
+            bench.public_tail.cache_clear()
+            bench.public_network.cache_clear()
+        torch.manual_seed(5)
+        heads.append(make_model("resnet18-tail", (), 10, **method).head.weight)
+    assert all(torch.equal(head, heads[0]) for head in heads), "runs of one seed start from the same weights"
+
+
 @pytest.mark.parametrize("target", bench.SIGMAS)
 def test_stored_noise_is_what_it_says(target: float) -> None:
     for sigma, method in zip(bench.SIGMAS[target], ("pld", "rdp"), strict=True):
@@ -78,7 +89,7 @@ def test_trials_then_runs_and_the_same_command_goes_on(
     result = json.loads((tmp_path / "out.json").read_text())
     assert len(result["tuning"]) == 2 * (1 + 3)
     assert len(result["runs"]) == 2 * (1 + 3)
-    assert {row["key"][3] for row in result["runs"]} <= {0.01, 0.1}
+    assert {row["key"][3] for row in result["runs"]} <= {0.01, 0.1, 1.0}
     capsys.readouterr()
     bench.Bench(options(tmp_path)).main()
     assert "runs of" not in capsys.readouterr().out, "nothing is trained twice"
