@@ -39,7 +39,7 @@ class Blocks:
 
     def split(self, t: Tensor) -> Tensor:
         """Channels in blocks: [..., C] → [..., C/b, b]"""
-        return F.pad(t, (0, -t.shape[-1] % self.size)).unflatten(-1, (-1, self.size))
+        return _padded(t, (0, -t.shape[-1] % self.size)).unflatten(-1, (-1, self.size))
 
     def grams(self, places: Tensor) -> Tensor:
         """Of vectors v by place in a block, [N, b, T, n]: Σ_c ⟨v[c, t], v[(c + δ) mod b, s]⟩, [N, T, T, δ]."""
@@ -52,7 +52,7 @@ class Blocks:
         """Sums [..., O, taps, C] of a dense gradient → those of the parameter, [..., O/b·C/b·b·taps]."""
         b, (outputs, _, inputs) = self.size, kernel.shape[-3:]
         p, q = blocks_for(outputs, b), blocks_for(inputs, b)
-        whole = F.pad(kernel, (0, q * b - inputs, 0, 0, 0, p * b - outputs))
+        whole = _padded(kernel, (0, q * b - inputs, 0, 0, 0, p * b - outputs))
         cells = whole.unflatten(-3, (p, b)).unflatten(-1, (q, b))  # [..., p, r, taps, q, c]
         cells = cells.movedim((-4, -1), (-2, -1))  # [..., p, taps, q, r, c]
         met = cells.gather(-1, _shifts(b, kernel.device).expand(cells.shape)).sum(-2)  # [..., p, taps, q, s]
@@ -144,6 +144,10 @@ class Positions(Rows):
 
     def dense(self) -> Tensor:
         return self.form().dense()
+
+
+def _padded(t: Tensor, pads: tuple[int, ...]) -> Tensor:
+    return F.pad(t, pads) if any(pads) else t
 
 
 def _wide(t: Tensor) -> Tensor:
