@@ -291,6 +291,8 @@ register_preset(
 LENGTHS_5: Lengths = {
     10.0: {"DP": 0.4, "DP+AUTO-S": 0.4, "direction": 0.025, "shrink": 0.025, "GeoDP": 1.6},
     1.0: {"DP": 1.6, "DP+AUTO-S": 1.6, "direction": 0.025, "shrink": 0.025, "GeoDP": 6.4},
+    0.1: {"DP": 0.4, "DP+AUTO-S": 0.4, "direction": 0.025, "shrink": 0.4, "GeoDP": 1.6},
+    0.01: {"DP": 0.4, "DP+AUTO-S": 1.6, "direction": 0.025, "shrink": 0.025, "GeoDP": 1.6},
 }
 # Figure 5: logistic regression, 350 iterations; (σ, B, the bounding factors)
 PANELS: dict[str, tuple[tuple[float, int, tuple[float, ...]], ...]] = {
@@ -306,7 +308,7 @@ def _panel(panel: str, sigma: float, batch: int, betas: tuple[float, ...]) -> li
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("no noise", "DP", {"noise_multiplier": 0.0}),
         *((name, name, {}) for name in ("DP", "DP+momentum", "DP+AUTO-S")),
-        ("DP C=10", "DP", {"max_grad_norm": 10.0, "lr": 0.16}),  # the best of three bounds at either σ
+        ("DP C=10", "DP", {"max_grad_norm": 10.0, "lr": 0.16}),  # the best of three bounds at every σ
         *((f"GeoDP as published β={b:g}", "GeoDP", {"mechanism_options": published(b)}) for b in betas),
         *((name, name, {}) for name in ("direction", "shrink")),
     ]
