@@ -120,7 +120,9 @@ def scaled(name: str, key: str, x: np.ndarray, white: float | None) -> tuple[np.
             f"{name}: {key} holds {x.dtype}, which has no range of its own: save uint8 or uint16, or give the value of "
             "white (--white 255)"
         )
-    return np.clip(x.astype(np.float32) / np.float32(largest), 0.0, 1.0), "image"
+    pixels = x.astype(np.float32)
+    pixels /= np.float32(largest)
+    return np.clip(pixels, 0.0, 1.0, out=pixels), "image"
 
 
 def resized(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
