@@ -174,3 +174,17 @@ def test_field_types() -> None:
     assert mixed.invariants().shape == (18, 2)
     with pytest.raises(ValueError, match="at least one field"):
         FieldType(D4, ())
+
+
+def test_a_restriction_permutes_cotangents_back():
+    layer, x = Restrict(REGULAR, dihedral(2)), torch.randn(3, REGULAR.size, 4, 4, requires_grad=True)
+    layer, x = layer.double(), x.double().detach().requires_grad_()
+    assert torch.equal(layer(x), x.index_select(1, layer.order))
+    assert torch.equal(layer.order[layer.inverse], torch.arange(REGULAR.size))
+    assert torch.autograd.gradcheck(layer, x)
+    assert torch.autograd.gradgradcheck(layer, x)
+    weights = torch.randn_like(x)
+    ours, theirs = (torch.autograd.grad((f(x) * weights).sum(), x)[0] for f in (layer, lambda v: v[:, layer.order]))
+    assert torch.equal(ours, theirs)
+    rows = torch.func.vmap(torch.func.grad(lambda r, w: (layer(r[None])[0] * w).sum()))(x.detach(), weights)
+    assert torch.equal(rows, ours)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,30 @@ from erlangen.equivariant.norms import permutation_conv
 from erlangen.equivariant.representations import Representation, irrep, regular, restrict, trivial
 
 
+class _Reordered(torch.autograd.Function):
+    """Channels in another order, and cotangents in the inverse one.
+
+    Autograd does not know that an index is a permutation: it would add the cotangents up one by one.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        if x.device.type == "cuda" and x.dim() == 4:  # channels lie side by side there, and shall stay so
+            return x.permute(0, 2, 3, 1).index_select(3, order).permute(0, 3, 1, 2)
+        return x.index_select(1, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Reordered.apply(cotangents[0], inverse, order), None, None
+
+
 class Restrict(EquivariantModule):
     """The same feature map, seen as fields of a subgroup.
 
@@ -22,6 +48,7 @@ class Restrict(EquivariantModule):
     """
 
     order: Tensor
+    inverse: Tensor
 
     def __init__(self, in_type: FieldType, subgroup: Group) -> None:
         representations: list[Representation] = []
@@ -32,9 +59,10 @@ class Restrict(EquivariantModule):
             order += [int(start) + int(c) for c in channels]
         super().__init__(in_type, FieldType(subgroup, tuple(representations)))
         self.register_constant("order", np.array(order))
+        self.register_constant("inverse", np.argsort(order))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.index_select(1, self.order)
+        return _Reordered.apply(x, self.order, self.inverse)
 
     def export(self) -> nn.Module:
         return permutation_conv(self.order)
