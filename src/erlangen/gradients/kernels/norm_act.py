@@ -177,6 +177,33 @@ if HAS_TRITON:
         return (_activate(v, PRE) - mu[None, :]) * rs[None, :]
 
     @triton.jit
+    def _won(d, x0, x1, x2, x3, g, b, POST: tl.constexpr):
+        """The cotangent of a window's largest entry, back through post, at the entry that is the first to have it."""
+        o0 = x0 * g[None, :] + b[None, :]
+        o1 = x1 * g[None, :] + b[None, :]
+        o2 = x2 * g[None, :] + b[None, :]
+        o3 = x3 * g[None, :] + b[None, :]
+        z0 = _activate(o0, POST)
+        z1 = _activate(o1, POST)
+        z2 = _activate(o2, POST)
+        z3 = _activate(o3, POST)
+        best = tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3))
+        w0 = z0 == best
+        w1 = (z1 == best) & (~w0)
+        w2 = (z2 == best) & (~w0) & (~w1)
+        w3 = ~(w0 | w1 | w2)
+        d0 = tl.where(w0, d * _slope(o0, POST), 0.0)
+        d1 = tl.where(w1, d * _slope(o1, POST), 0.0)
+        d2 = tl.where(w2, d * _slope(o2, POST), 0.0)
+        d3 = tl.where(w3, d * _slope(o3, POST), 0.0)
+        return d0, d1, d2, d3
+
+    @triton.jit
+    def _returned(v, x, d, g, rs, s1, s2, PRE: tl.constexpr):
+        """rs·(γ·do − s1 − x̂·s2)·pre'(y)"""
+        return rs[None, :] * (g[None, :] * d - s1[None, :] - x * s2[None, :]) * _slope(v, PRE)
+
+    @triton.jit
     def _backward(
         y, dz, dy, gamma, beta, mean, rstd, dgamma, dbeta, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
         WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr, PRE: tl.constexpr,
@@ -200,6 +227,22 @@ if HAS_TRITON:
             QUARTER: tl.constexpr = PIXELS // 4
             HALF: tl.constexpr = W // 2
             arriving = dz + n * (AREA // 4) * C
+        if POOL and PIXELS >= AREA:  # the whole map in registers: read once, its activation taken once
+            q = tl.arange(0, AREA // 4)
+            p = (q // HALF) * 2 * W + (q % HALF) * 2
+            d = _tile(arriving, q, c, inside, C)
+            v0 = _tile(source, p, c, inside, C)
+            v1 = _tile(source, p + 1, c, inside, C)
+            v2 = _tile(source, p + W, c, inside, C)
+            v3 = _tile(source, p + W + 1, c, inside, C)
+            x0 = _normal(v0, mu, rs, PRE)
+            x1 = _normal(v1, mu, rs, PRE)
+            x2 = _normal(v2, mu, rs, PRE)
+            x3 = _normal(v3, mu, rs, PRE)
+            d0, d1, d2, d3 = _won(d, x0, x1, x2, x3, g, b, POST)
+            plain = tl.sum(d0 + d1 + d2 + d3, 0)
+            along = tl.sum(d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3, 0)
+        elif POOL:
             for start in range(0, AREA // 4, QUARTER):
                 q = start + tl.arange(0, QUARTER)
                 p = (q // HALF) * 2 * W + (q % HALF) * 2
@@ -236,7 +279,12 @@ if HAS_TRITON:
         tl.store(dbeta + n * C + c, plain, mask=inside)
         s1 = _over_groups(g * plain, BLOCK, SIZE, ONE) / (AREA * SIZE)
         s2 = _over_groups(g * along, BLOCK, SIZE, ONE) / (AREA * SIZE)
-        if POOL:
+        if POOL and PIXELS >= AREA:
+            _put(target, p, c, inside, _returned(v0, x0, d0, g, rs, s1, s2, PRE), C)
+            _put(target, p + 1, c, inside, _returned(v1, x1, d1, g, rs, s1, s2, PRE), C)
+            _put(target, p + W, c, inside, _returned(v2, x2, d2, g, rs, s1, s2, PRE), C)
+            _put(target, p + W + 1, c, inside, _returned(v3, x3, d3, g, rs, s1, s2, PRE), C)
+        elif POOL:
             for start in range(0, AREA // 4, QUARTER):
                 q = start + tl.arange(0, QUARTER)
                 p = (q // HALF) * 2 * W + (q % HALF) * 2
@@ -249,38 +297,20 @@ if HAS_TRITON:
                 x1 = _normal(v1, mu, rs, PRE)
                 x2 = _normal(v2, mu, rs, PRE)
                 x3 = _normal(v3, mu, rs, PRE)
-                o0 = x0 * g[None, :] + b[None, :]
-                o1 = x1 * g[None, :] + b[None, :]
-                o2 = x2 * g[None, :] + b[None, :]
-                o3 = x3 * g[None, :] + b[None, :]
-                z0 = _activate(o0, POST)
-                z1 = _activate(o1, POST)
-                z2 = _activate(o2, POST)
-                z3 = _activate(o3, POST)
-                best = tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3))
-                w0 = z0 == best
-                w1 = (z1 == best) & (~w0)
-                w2 = (z2 == best) & (~w0) & (~w1)
-                w3 = ~(w0 | w1 | w2)
-                r0 = g[None, :] * tl.where(w0, d * _slope(o0, POST), 0.0) - s1[None, :] - x0 * s2[None, :]
-                r1 = g[None, :] * tl.where(w1, d * _slope(o1, POST), 0.0) - s1[None, :] - x1 * s2[None, :]
-                r2 = g[None, :] * tl.where(w2, d * _slope(o2, POST), 0.0) - s1[None, :] - x2 * s2[None, :]
-                r3 = g[None, :] * tl.where(w3, d * _slope(o3, POST), 0.0) - s1[None, :] - x3 * s2[None, :]
-                _put(target, p, c, inside, rs[None, :] * r0 * _slope(v0, PRE), C)
-                _put(target, p + 1, c, inside, rs[None, :] * r1 * _slope(v1, PRE), C)
-                _put(target, p + W, c, inside, rs[None, :] * r2 * _slope(v2, PRE), C)
-                _put(target, p + W + 1, c, inside, rs[None, :] * r3 * _slope(v3, PRE), C)
+                d0, d1, d2, d3 = _won(d, x0, x1, x2, x3, g, b, POST)
+                _put(target, p, c, inside, _returned(v0, x0, d0, g, rs, s1, s2, PRE), C)
+                _put(target, p + 1, c, inside, _returned(v1, x1, d1, g, rs, s1, s2, PRE), C)
+                _put(target, p + W, c, inside, _returned(v2, x2, d2, g, rs, s1, s2, PRE), C)
+                _put(target, p + W + 1, c, inside, _returned(v3, x3, d3, g, rs, s1, s2, PRE), C)
         elif PIXELS >= AREA:
-            r = g[None, :] * d - s1[None, :] - x * s2[None, :]
-            _put(target, p, c, inside, rs[None, :] * r * _slope(v, PRE), C)
+            _put(target, p, c, inside, _returned(v, x, d, g, rs, s1, s2, PRE), C)
         else:
             for start in range(0, AREA, PIXELS):
                 p = start + tl.arange(0, PIXELS)
                 v = _tile(source, p, c, inside, C)
                 x = _normal(v, mu, rs, PRE)
                 d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
-                r = g[None, :] * d - s1[None, :] - x * s2[None, :]
-                _put(target, p, c, inside, rs[None, :] * r * _slope(v, PRE), C)
+                _put(target, p, c, inside, _returned(v, x, d, g, rs, s1, s2, PRE), C)
 
 
 def fits(y: Tensor, spec: NormAct) -> bool:
