@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.gradients.pieces import Dense, Piece, Weight, accumulate_dtype, chunk_size, gram_is_cheaper, outward
+from erlangen.gradients.pieces import (
+    Dense,
+    Piece,
+    Weight,
+    accumulate_dtype,
+    chunk_size,
+    gram_is_cheaper,
+    in_the_sum,
+    outward,
+)
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding
 from erlangen.gradients.rules.linear import tokens
@@ -148,7 +157,9 @@ class CirculantOuter(Piece):
         x, d = (t.permute(0, 3, 1, 2) for t in (self.x, self.d))  # [n, f, T, ·]
         terms = (x @ x.mH).real * (d @ d.mH).real + (x @ x.mH).imag * (d @ d.mH).imag
         lengths = (_energy(self.x) * _energy(self.d)).sqrt().sum(1)  # [n, f]
-        return outward((terms.sum((2, 3)) * bins).sum(1), (lengths.square() * bins).sum(1))
+        (frequencies, tokens, inputs), outputs = x.shape[1:], d.shape[3]
+        units = 2 * (inputs + outputs) + 2 * tokens + frequencies + in_the_sum(tokens + 8 * self.block.bit_length())
+        return outward((terms.sum(3).sum(2) * bins).sum(1), (lengths.square() * bins).sum(1), units)
 
     def chunks(self) -> list[Piece]:
         size = chunk_size(2 * self.x.shape[2] * self.d.shape[2] * self.x.shape[3], self.d)

@@ -28,6 +28,8 @@ Weight = Tensor | Callable[[Tensor], Tensor] | None
 # Flops that cost as much as moving one float through a GPU's memory; only the order of magnitude matters.
 FLOPS_PER_FLOAT = 300.0
 CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 29}
+# Products that one entry of a Gram matrix adds at a time.
+GRAM_RUN = 512
 # Entries of a gradient whose squares are added up by one call; a GPU has 2048 accumulators for them, a CPU sixteen.
 LONGEST_RUN = {"cpu": 512, "cuda": 1 << 18}
 
@@ -320,7 +322,12 @@ class Lookup(Piece):
         elif weight is not None:
             return super().norms_squared(weight)
         same = (self.index[:, :, None] == self.index[:, None, :]).to(d.dtype)
-        return outward((same * (d @ d.mT)).sum((1, 2)), torch.linalg.vector_norm(d, dim=2).sum(1).square())
+        if not same.numel():
+            return d.new_zeros(len(d))
+        length, tokens = torch.linalg.vector_norm(d, dim=2), d.shape[1]
+        met = (same @ length[..., None]).squeeze(-1)  # of all that a token is added to
+        units = additions(d.shape[2]) + 2 * tokens + in_the_sum(same.sum(2).amax(1))
+        return outward((same * gram(d)).sum(2).sum(1), (met * length).sum(1), units)
 
     def precise(self) -> Piece:
         return Lookup(self.index, self.d.to(accumulate_dtype(self.d)), self.entries)
@@ -387,10 +394,32 @@ def gram_is_cheaper(tokens: int, inputs: int, outputs: int, like: Tensor) -> boo
 
 def gram_norms(a: Tensor, d: Tensor) -> Tensor:
     """‖Σ_t d_t ⊗ a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨d_t,d_s⟩, rounded outwards. a: [n, T, in], d: [n, T, out]."""
-    gram_a, gram_d = a @ a.mT, d @ d.mT
-    own_a, own_d = (gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (gram_a, gram_d))
-    terms = (own_a.sqrt() * own_d.sqrt()).sum(1)
-    return outward((gram_a * gram_d).sum((1, 2)), terms.square()) + hidden(own_a, own_d, a.shape[2] + d.shape[2])
+    gram_a, gram_d = gram(a), gram(d)
+    own_a, own_d = (g.diagonal(dim1=1, dim2=2).clamp(min=0) for g in (gram_a, gram_d))
+    terms, (tokens, inputs), outputs = (own_a.sqrt() * own_d.sqrt()).sum(1), a.shape[1:], d.shape[2]
+    units = additions(inputs) + additions(outputs) + 2 * tokens + in_the_sum(tokens)
+    value = outward((gram_a * gram_d).sum(2).sum(1), terms.square(), units)
+    return value + hidden(own_a, own_d, inputs + outputs)
+
+
+def gram(t: Tensor) -> Tensor:
+    """t tᵀ of [..., T, n], in runs: n products one after another in float32 would err by n roundings."""
+    first, *rest = t.split(GRAM_RUN, -1)
+    total = first @ first.mT
+    for part in rest:
+        total += part @ part.mT
+    return total
+
+
+def additions(entries: int) -> int:
+    """Roundings that an entry of `gram` has seen at most, in whatever order a product adds."""
+    return min(entries, GRAM_RUN) + -(-entries // GRAM_RUN)
+
+
+def in_the_sum(terms: Any) -> Any:
+    """Units of `outward` for the weighted sum, which adds an owner's ``terms`` with k = terms/2 epsilons of their magnitude M:
+    (‖g‖ + kεM)² ≤ (1 + 8ε)‖g‖² + (k²/8 + …)εM², and eight of a rule's 32 epsilons are enough for the first part."""
+    return (terms + 2) ** 2 / 16
 
 
 def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:
@@ -403,6 +432,8 @@ def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:
     return (16 * tokens**2 * entries * info.tiny / info.eps) * (own_a.amax(1) + own_d.amax(1))
 
 
-def outward(value: Tensor, magnitude: Tensor) -> Tensor:
-    """An upper bound of a non-negative sum whose terms have total magnitude ``magnitude``."""
-    return value.clamp(min=0) + 3 * torch.finfo(value.dtype).eps * magnitude
+def outward(value: Tensor, magnitude: Tensor, units: float | Tensor) -> Tensor:
+    """An upper bound of a non-negative sum whose terms have total magnitude ``magnitude``, after so many roundings (``units``
+    of ε/2 each, a tenth more for their products). They need not be random: a product that adds 4608 equal entries errs
+    by a hundred epsilons, always the same way."""
+    return value.clamp(min=0) + (3 + 0.55 * units) * torch.finfo(value.dtype).eps * magnitude

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.circulant import blocks_for
-from erlangen.gradients.pieces import exact_float32, hidden, outward
+from erlangen.gradients.pieces import additions, exact_float32, gram, hidden, in_the_sum, outward
 from erlangen.training.stacked_rows import Formed, Rows
 
 #: relative rounding of a float32 factor of ten bits (TF32), cut or rounded
@@ -44,8 +44,7 @@ class Blocks:
     def grams(self, places: Tensor) -> Tensor:
         """Of vectors v by place in a block, [N, b, T, n]: Σ_c ⟨v[c, t], v[(c + δ) mod b, s]⟩, [N, T, T, δ]."""
         b, count = self.size, places.shape[2]
-        flat = places.flatten(1, 2)
-        pairs = (flat @ flat.mT).view(-1, b, count, b, count).permute(0, 2, 4, 1, 3)  # [N, t, s, c, c']
+        pairs = gram(places.flatten(1, 2)).view(-1, b, count, b, count).permute(0, 2, 4, 1, 3)  # [N, t, s, c, c']
         return pairs.gather(4, _shifts(b, places.device).expand(pairs.shape)).sum(3)
 
     def folded(self, kernel: Tensor) -> Tensor:
@@ -68,8 +67,13 @@ def _shifts(block: int, device: torch.device) -> Tensor:
 class Positions(Rows):
     """Rows Σ_t d_t ⊗ a_t of windows a [N, T, taps, C] and cotangents d [N, T, O].
 
-    Where 16-bit windows allow the fast product, the weighted cotangents are rounded to ten bits. That moves a row's term
-    by at most 2⁻¹⁰·w·√b·Σ_t ‖d_t‖‖a_t‖, and so much is added to the norm that clipping sees.
+    With M = √b·Σ_t ‖d_t‖‖a_t‖, what clipping sees is at least the norm of what one row adds to the sum:
+
+    - Gram matrices, their products and the sum itself err by as many roundings as they have additions (`outward`);
+    - where 16-bit windows allow the fast product, they are exact in ten bits and the weighted cotangents are not. Rounded to
+      the nearest they move by 2⁻¹¹ at most; cut, they are (1 − 2⁻¹¹)d moved by that much. So much of w·M is added, and as
+      much again for what the matrix units lose of their sums;
+    - a filter R moves windows by at most K·ε/2·‖|R|‖·‖a_t‖ as it adds K products, M by as much.
     """
 
     def __init__(self, models: int, a: Tensor, d: Tensor, blocks: Blocks) -> None:
@@ -95,12 +99,23 @@ class Positions(Rows):
         found = []
         for k in range(0, models, together):  # some models at a time, for memory
             a, d = (_wide(t[k : k + together]).flatten(0, 1) for t in (self.a, self.d))
+            mine = None if filters is None else filters[k : k + together].to(a.dtype)
             with exact_float32():
-                met = self._windows(a, None if filters is None else filters[k : k + together])
-                grams = self.blocks.grams(met), self.blocks.grams(self._cotangents(d))
-            squared = self._squared(*grams, a.shape[2] * a.shape[3] + d.shape[2])
+                places = self._windows(a, mine), self._cotangents(d)
+                squared = self._squared(*places)
+            if mine is not None:
+                squared = (squared.sqrt() + self._moved(a, d, mine)).square()
             found.append(squared.unflatten(0, (-1, rows)))
         return torch.cat(found)
+
+    def _moved(self, a: Tensor, d: Tensor, filters: Tensor) -> Tensor:
+        """What rounding in the filter moves the norm by, at most."""
+        size = filters.abs()
+        stretch = (size.sum(1).amax(1) * size.sum(2).amax(1)).sqrt().double()  # ‖|R|‖₂² ≤ ‖R‖₁‖R‖_∞
+        length = lambda t: torch.linalg.vector_norm(t.flatten(2), dim=2, dtype=torch.float64)  # noqa: E731
+        terms = (length(a) * length(d)).sum(1)
+        unit = 0.55 * torch.finfo(a.dtype).eps * (filters.shape[1] + 2) * math.sqrt(self.blocks.size)
+        return unit * stretch.repeat_interleave(len(a) // len(filters)) * terms
 
     def _cotangents(self, d: Tensor) -> Tensor:
         """[N, T, O] → [N, b, T, O/b]"""
@@ -112,15 +127,18 @@ class Positions(Rows):
         if filters is None:
             return cells.permute(0, 4, 1, 2, 3).flatten(3)
         last = cells.permute(0, 1, 3, 4, 2)  # [N, T, q, c, taps]
-        turned = last.reshape(len(filters), -1, filters.shape[1]) @ filters.to(last.dtype)
+        turned = last.reshape(len(filters), -1, filters.shape[1]) @ filters
         return turned.view(last.shape).permute(0, 3, 1, 2, 4).flatten(3)
 
-    def _squared(self, gram_a: Tensor, gram_d: Tensor, entries: int) -> Tensor:
-        """Rounded outwards: a term d_t of b places meets b shifts of a_t, ‖d_t ⋆ a_t‖ ≤ √b·‖d_t‖‖a_t‖."""
-        b = self.blocks.size
+    def _squared(self, a: Tensor, d: Tensor) -> Tensor:
+        """From [N, b, T, n] each, rounded outwards: a term d_t of b places meets b shifts of a_t."""
+        (b, count, inputs), outputs = a.shape[1:], d.shape[3]
+        gram_a, gram_d = self.blocks.grams(a), self.blocks.grams(d)
         own_a, own_d = (g[..., 0].diagonal(dim1=1, dim2=2).clamp(min=0) for g in (gram_a, gram_d))
         terms = (own_a.sqrt() * own_d.sqrt()).sum(1)
-        value = outward((gram_a * gram_d).sum((1, 2, 3)), b * terms.square()) + b * hidden(own_a, own_d, entries)
+        units = additions(inputs) + additions(outputs) + 3 * b + 2 * count + in_the_sum(count + b)
+        value = outward((gram_a * gram_d).sum(3).sum(2).sum(1), b * terms.square(), units)
+        value = value + b * hidden(own_a, own_d, b * (inputs + outputs))
         if not self.fast:
             return value.double()
         return (value.double().sqrt() + TEN_BITS * math.sqrt(b) * terms.double()).square()
