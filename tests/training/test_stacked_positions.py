@@ -14,7 +14,7 @@ from erlangen.circulant import CirculantConv2d
 from erlangen.data.base import Dataset
 from erlangen.models import register_model
 from erlangen.training import stacked_positions
-from erlangen.training.config import TrainConfig
+from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
 from erlangen.training.session import Session
 from erlangen.training.stacked import Stack
@@ -161,6 +161,36 @@ def test_without_noise_members_are_their_sessions(circulant: int | None) -> None
         last = session.model.state_dict()
         for name, value in ensemble.stack.state_dict(k).items():
             torch.testing.assert_close(value, last[name], rtol=1e-3, atol=2e-5)
+
+
+ALONE = TrainConfig(
+    data="two-by-two", model="two-by-two", epsilon=None, noise_multiplier=0.0, batch=16, steps=1, lr=0.3,
+    max_grad_norm=0.3, device="cpu", seed=0, mechanism="spectral",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("circulant", "axes"),
+    [(None, [1, 2, 3]), (None, [0, 1, 2, 3]), (None, [3]), (2, [3, 4]), (2, [1, 2, 3, 4]), (2, [0, 1, 2, 3, 4])],
+)
+def test_filters_over_other_axes_are_those_of_the_session(circulant: int | None, axes: list[int]) -> None:
+    """A filter over output channels cannot act on windows: it would mix positions, and records."""
+    options = {} if circulant is None else {"circulant": circulant}
+    filters = {"ratio": 0.4, "axes": {"0.weight": axes}}
+    config, data = dataclasses.replace(ALONE, model_options=options, mechanism_options=filters), records()
+    ensemble, session = like_sessions([config], data, rows=30, positions=4), Session(config, data, run_id="member-0")
+    ensemble.run()
+    session.step()
+    for name, value in ensemble.stack.state_dict(0).items():
+        torch.testing.assert_close(value, session.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [[0], [1], [2], [1, 3]])
+def test_filters_that_are_not_over_the_last_axes_are_left_to_sessions(axes: list[int]) -> None:
+    filters = {"ratio": 0.2, "axes": {"0.weight": axes}}
+    with pytest.raises(ConfigError, match="last axes"):
+        Ensemble([dataclasses.replace(ALONE, mechanism_options=filters)], records(), positions=4)
+    Ensemble([dataclasses.replace(ALONE, mechanism_options={**filters, "ratio": 1.0})], records(), positions=4)
 
 
 def test_no_gradient_of_a_row_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,11 @@ class Positions(Rows):
             return self.form().energy(metric)
         return self._measured(None)
 
+    def filterable(self, size: int) -> bool:
+        """Whether a filter over the last ``size`` entries of the parameter stays within a window: none over output channels."""
+        b, (taps, channels) = self.blocks.size, self.a.shape[3:]
+        return blocks_for(channels, b) * b * taps % size == 0
+
     def energy_in(self, filters: Tensor) -> Tensor:
         """‖g·R‖², [E, P], with a matrix [b·taps, b·taps] for every model on the last axes of the parameter. It must commute
         with shifts within a block, as a filter does: then to filter the windows is to filter the gradient."""

@@ -124,7 +124,7 @@ class StackedGaussian(StackedRelease):
 
     def _guarded(self, rows: Rows, matrix: Tensor, metric: Tensor | None) -> Tensor:
         """‖g·M‖², the norm that guards a filtered kernel."""
-        if metric is None and isinstance(rows, Positions):
+        if metric is None and isinstance(rows, Positions) and rows.filterable(matrix.shape[1]):
             return rows.energy_in(matrix)
         part = rows.dense() if metric is None else rows.dense() / metric[:, None]
         with exact_float32():
@@ -233,7 +233,7 @@ def stacked_release(mechanisms: Sequence[Mechanism], stack: Stack) -> StackedRel
     names = sorted({f"{m.name} ({type(m).__name__})" for m in mechanisms})
     raise ConfigError(
         f"{', '.join(names)} cannot share an ensemble: members are of one family (diagonal or Fourier geometries, GeoDP's "
-        "direction and shrink, or GeoDP as published); train others with Session"
+        "direction and shrink, or GeoDP as published), and filters act on the last axes; train others with Session"
     )
 
 
@@ -242,7 +242,15 @@ def _stackable(mechanism: Mechanism) -> bool:
         return type(mechanism) in (Direction, Shrink)
     if isinstance(mechanism, PublishedGReDP) and mechanism.split[0] != mechanism.split[1]:
         return False
-    return isinstance(mechanism, GaussianMechanism) and type(mechanism.geometry) in (Geometry, Diagonal, Fourier)
+    if not isinstance(mechanism, GaussianMechanism) or type(mechanism.geometry) not in (Geometry, Diagonal, Fourier):
+        return False
+    return _unfiltered(mechanism) or _on_last_axes(mechanism.geometry)  # type: ignore[arg-type]
+
+
+def _on_last_axes(g: Fourier) -> bool:
+    """Whether filters are matrices from the right, as `_frames` takes them."""
+    filtered = (name for name, mask in g.mask.items() if not bool(mask.all()))
+    return all(g.dims[name] == tuple(range(-len(g.dims[name]), 0)) for name in filtered)
 
 
 __all__ = ["StackedRelease", "stacked_release"]
