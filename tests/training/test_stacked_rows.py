@@ -143,3 +143,15 @@ def test_a_stack_that_nobody_holds_is_gone_without_a_collection():
         assert skeleton() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("bound", [1e-12, 1.0, 1e6])
+def test_weighted_outer_products_neither_overflow_nor_lose_their_bits(bound: float) -> None:
+    """w·d would be infinite for the first rows (AUTO-S has weights above 1), a multiple of the least number for others."""
+    pairs = [(1e38, 1e-40), (3e38, 0.0), (0.0, 3e38), (1e-44, 1e38), (4.2e-45, 2e38), (7e-45, 1.7e38), (1.0, 1.0)]
+    for d, a in pairs:
+        rows = Outer(1, torch.full((1, 3), d), torch.full((1, 5), a))
+        length = norms([rows.energy()], torch.float32)
+        for weights in (bound / (length + 0.01), (bound / length).clamp(max=1.0)):
+            added = rows.weighted_sum(weights).double().norm()
+            assert float(added) <= bound * (1 + 1e-6), (d, a)

@@ -100,7 +100,8 @@ class Formed(Rows):
 class Outer(Rows):
     """Rows d aᵀ: ‖d aᵀ‖ = ‖d‖·‖a‖, and the sum is one product in full precision.
 
-    Squares are taken in float64, where those of float32 neither vanish nor overflow.
+    Squares are taken in float64, where those of float32 neither vanish nor overflow. In the sum a row is d/|d|_max times
+    w·|d|_max·a, whose entries are at most those of its contribution: w·d could overflow, or be left with a bit or two.
     """
 
     def __init__(self, models: int, d: Tensor, a: Tensor) -> None:
@@ -114,9 +115,12 @@ class Outer(Rows):
         return ((d @ inverse) * a).sum(2)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        keep, w = (weights != 0)[..., None], weights[..., None]
+        size = self.d.abs().amax(2, keepdim=True)
+        keep = (weights != 0)[..., None] & (size > 0)
+        size = torch.where(keep, size, 1.0)
+        right = (self.a.double() * (weights[..., None].double() * size.double())).to(weights.dtype)
         with exact_float32():
-            return (torch.where(keep, w * self.d, 0.0).mT @ torch.where(keep, self.a, 0.0)).flatten(1)
+            return (torch.where(keep, self.d / size, 0.0).mT @ torch.where(keep, right, 0.0)).flatten(1)
 
     def dense(self) -> Tensor:
         return (self.d[..., :, None] * self.a[..., None, :]).flatten(2)
