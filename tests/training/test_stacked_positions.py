@@ -85,6 +85,47 @@ def test_norms_and_sums_are_those_of_formed_gradients(
         )
 
 
+#: channels in and out, kernel, stride, padding, dilation, side of the map, block
+ODD = [
+    (2, 3, (2, 1), 1, 0, 1, 2, None), (2, 3, (3, 1), 1, 0, 1, 3, 2), (1, 1, (1, 1), 1, 0, 1, 1, None),
+    (5, 3, (1, 1), 3, 0, 1, 4, 4), (7, 5, (3, 3), 2, 1, 1, 4, 3), (3, 8, (3, 2), 1, 2, 2, 1, 6),
+    (1, 2, (1, 3), 1, 2, 1, 3, 6), (5, 1, (2, 2), 2, 1, 2, 3, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("case", ODD)
+def test_odd_shapes_are_those_of_one_record_at_a_time(case: tuple, rows: int) -> None:
+    inputs, outputs, size, stride, padding, dilation, side, block = case
+    torch.manual_seed(0)
+    x, y = torch.randn(2 * rows, inputs, side, side), torch.randint(0, 3, (2 * rows,))
+
+    def model() -> nn.Module:
+        options = {"stride": stride, "padding": padding, "dilation": dilation}
+        plain = block is None
+        conv = (
+            nn.Conv2d(inputs, outputs, size, **options)
+            if plain
+            else CirculantConv2d(inputs, outputs, size, block, **options)
+        )
+        return nn.Sequential(conv, nn.Flatten(), nn.Linear(conv(x[:1]).numel(), 3))
+
+    models = [model(), model()]
+    stack = Stack(models, rows, positions=100)
+    ours = stack.backward(stack(x), y)["0.weight"]
+    assert isinstance(ours, Positions)
+    alone = []
+    for k in range(2 * rows):
+        loss = nn.functional.cross_entropy(models[k // rows](x[k : k + 1]), y[k : k + 1])
+        alone.append(torch.autograd.grad(loss, models[k // rows][0].weight)[0].flatten())
+    want, weights = torch.stack(alone).unflatten(0, (2, rows)), torch.rand(2, rows)
+    energy = want.double().square().sum(2)
+    assert bool((ours.energy() >= energy * (1 - 1e-5)).all())
+    torch.testing.assert_close(ours.energy(), energy, rtol=3e-3, atol=0)
+    torch.testing.assert_close(ours.weighted_sum(weights), torch.einsum("ep,epd->ed", weights, want))
+    torch.testing.assert_close(ours.dense(), want)
+
+
 def test_a_row_of_weight_zero_is_left_out_whatever_it_holds() -> None:
     a, d = torch.randn(4, 2, 3, 6), torch.randn(4, 2, 5)
     a[1], d[2] = float("nan"), float("inf")

@@ -168,4 +168,5 @@ def _strided(
     sn, sh, sw, sc = wide.stride()
     strides = (sn, sh * stride, sw * stride, sh * dilation, sw * dilation, sc)
     view = wide.as_strided((n, *out, *size, channels), strides)
-    return view.reshape(n, out[0] * out[1], size[0] * size[1] * channels).view(x.dtype)
+    flat = view.reshape(n, out[0] * out[1], size[0] * size[1] * channels)
+    return (flat if flat.stride(-1) == 1 else flat.contiguous()).view(x.dtype)  # one channel: a step of strides is a view
