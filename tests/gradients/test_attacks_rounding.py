@@ -164,6 +164,17 @@ def test_equal_entries_that_nearly_cancel_are_clipped(kind, width):
     assert float(added.double().flatten(1).norm(dim=1).max()) <= 0.01 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 4608), (4608, 8), (64, 2000)])
+def test_equal_entries_in_a_metric_are_clipped(inputs, outputs):
+    """A product that adds thousands of equal squares errs by hundreds of epsilons."""
+    torch.manual_seed(0)
+    a, d = ((torch.rand(60, 1, 1) + 0.5).expand(60, 1, n).contiguous() for n in (inputs, outputs))
+    omega = torch.full((outputs, inputs), 0.7)
+    measured = Outer(a, d).norms_squared(omega).double().sqrt()
+    exact = a[:, 0].double().norm(dim=1) * d[:, 0].double().norm(dim=1) * omega[0, 0].double()
+    assert bool((exact <= measured * (1 + 1e-6)).all())
+
+
 def test_parameters_of_two_precisions_leave_room_for_the_coarser():
     """The first parameter is float64, the others are not: their rounding counts."""
     torch.manual_seed(0)

@@ -275,6 +275,7 @@ class Outer(Piece):
             norms = squared_norms(a) * squared_norms(d)
         elif isinstance(weight, Tensor):
             norms = ((d[:, 0].square() @ weight.to(d.dtype).square()) * a[:, 0].square()).sum(1)
+            norms = outward(norms, norms, a.shape[2] + d.shape[2] + 4)
         else:
             norms = gram_norms(a, d)
         return rescaled(norms, size_a, size_d)
