@@ -14,6 +14,7 @@ from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.standardised import Projection, Standardised
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms import GaussianMechanism
+from erlangen.mechanisms.clipping import make_clipping
 from erlangen.mechanisms.geometry import Diagonal
 from erlangen.models.standardised import StandardisedConv2d, standardise
 
@@ -162,6 +163,30 @@ def test_equal_entries_that_nearly_cancel_are_clipped(kind, width):
     weights = 0.01 / piece.norms_squared().sqrt()
     added = torch.stack([piece.weighted_sum(w) for w in torch.diag(weights)])
     assert float(added.double().flatten(1).norm(dim=1).max()) <= 0.01 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rule", ["flat", "auto-s", "psac"])
+@pytest.mark.parametrize("bound", [1.0, 1e4])
+def test_weighted_outer_products_neither_overflow_nor_lose_their_bits(rule, bound):
+    """w·d alone would be infinite (AUTO-S has weights above 1), or a small multiple of the least number."""
+    pairs = [
+        (1e38, 1e-40),
+        (3e38, 1e-41),
+        (3e38, 0.0),
+        (0.0, 3e38),
+        (1e-44, 1e38),
+        (1e-40, 1e38),
+        (1e-38, 3e38),
+        (1.0, 1.0),
+    ]
+    for width in (3, 400):
+        for tokens in (1, 2):
+            for d, a in pairs:
+                mechanism = GaussianMechanism(0.0, make_clipping(rule, bound))
+                mechanism.bind({"w": torch.zeros(width, width)})
+                piece = Outer(torch.full((1, tokens, width), a), torch.full((1, tokens, width), d))
+                mechanism.accumulate(PerSampleGradients({"w": piece}, 1))
+                assert float(mechanism.clipped_sum()["w"].double().norm()) <= bound, (width, tokens, d, a)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 4608), (4608, 8), (64, 2000)])

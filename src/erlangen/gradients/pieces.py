@@ -257,10 +257,24 @@ class Outer(Piece):
         if self.measured_formed:
             return self.sum_of_formed(w)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
-        d, a, w = self.d.to(precise), self.a.to(precise), w.to(precise)[:, None, None]
+        d, a, w = self.d.to(precise), self.a.to(precise), w.to(precise)
+        if not d.numel():
+            return d.new_zeros(d.shape[2], a.shape[2])
+        size, root = self._shares(d, w)
         if self.guarded:
-            d, a = torch.where(w == 0, 0.0, d), torch.where(w == 0, 0.0, a)
-        return (d * w).flatten(0, 1).t() @ a.flatten(0, 1)
+            keep = (w != 0)[:, None, None]
+            d, a = torch.where(keep, d, 0.0), torch.where(keep, a, 0.0)
+        left, right = d / size * torch.copysign(root, w[:, None, None]), a * root
+        return left.flatten(0, 1).t() @ right.flatten(0, 1)
+
+    @staticmethod
+    def _shares(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """|d_i|_max and √(w_i·|d_i|_max), 0 where d_i is 0, [n, 1, 1]: w·d alone could overflow, or be left with a bit or two.
+        Both d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds (`hidden`)."""
+        flat = d.flatten(1)
+        size = torch.maximum(flat.amax(1), -flat.amin(1))
+        root = torch.where(size > 0, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
+        return torch.where(size > 0, size, 1.0)[:, None, None], root[:, None, None]
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         one_token = self.a.shape[1] == 1
