@@ -24,6 +24,7 @@ from erlangen.gradients.pieces import (
     accumulate_dtype,
     chunk_size,
     gram_is_cheaper,
+    hidden,
     in_the_sum,
     outward,
 )
@@ -147,7 +148,7 @@ class CirculantOuter(Piece):
             return super().norms_squared(weight)
         bins = half_weights(self.block, self.x) * self.block
         if self.x.shape[1] == 1:
-            return (_energy(self.x)[:, 0] * _energy(self.d)[:, 0] * bins).sum(1)
+            return (_energy(self.x)[:, 0] * _energy(self.d)[:, 0] * bins).sum(1) + self._hidden()
         if self.prefers_dense:
             return super().norms_squared()
         return self._gram(bins)
@@ -159,7 +160,13 @@ class CirculantOuter(Piece):
         lengths = (_energy(self.x) * _energy(self.d)).sqrt().sum(1)  # [n, f]
         (frequencies, tokens, inputs), outputs = x.shape[1:], d.shape[3]
         units = 2 * (inputs + outputs) + 2 * tokens + frequencies + in_the_sum(tokens + 8 * self.block.bit_length())
-        return outward((terms.sum(3).sum(2) * bins).sum(1), (lengths.square() * bins).sum(1), units)
+        return outward((terms.sum(3).sum(2) * bins).sum(1), (lengths.square() * bins).sum(1), units) + self._hidden()
+
+    def _hidden(self) -> Tensor:
+        """What vanishes where squares of small entries do: a bin counts 2b times at most."""
+        own_x, own_d = _energy(self.x).sum(2), _energy(self.d).sum(2)
+        entries = 2 * self.x.shape[3] * (self.x.shape[2] + self.d.shape[2])
+        return 2 * self.block * hidden(own_x, own_d, entries)
 
     def chunks(self) -> list[Piece]:
         size = chunk_size(2 * self.x.shape[2] * self.d.shape[2] * self.x.shape[3], self.d)

@@ -165,26 +165,35 @@ def test_equal_entries_that_nearly_cancel_are_clipped(kind, width):
     assert float(added.double().flatten(1).norm(dim=1).max()) <= 0.01 * (1 + 1e-6)
 
 
+#: cotangents and activations whose product is in range, and whose squares or weighted cotangents are not
+FAR_APART = [
+    (1e38, 1e-40), (3e38, 1e-41), (3e38, 0.0), (0.0, 3e38), (1e-44, 1e38), (1e-40, 1e38), (1e-38, 3e38), (1e25, 1e-30),
+    (1e19, 1e-22), (1e18, 1e-23), (1e15, 1e-18), (1.0, 1.0),
+]  # fmt: skip
+
+
+def product(kind: str, tokens: int, width: int, a: float, d: float) -> tuple[Piece, tuple[int, ...]]:
+    """A piece of equal entries, and the shape of its parameter."""
+    rows, cotangents = torch.full((1, tokens, width), a), torch.full((1, tokens, width), d)
+    if kind == "linear":
+        return Outer(rows, cotangents), (width, width)
+    if kind == "circulant":
+        return CirculantOuter(spectrum(rows, 4), spectrum(cotangents, 4), 4), (width // 4, width // 4, 4)
+    shape = torch.Size((width, width, 1, 1))
+    return Conv(rows.mT[:, :, None], cotangents.mT[:, :, None], 1, shape, POINT), shape
+
+
 @pytest.mark.parametrize("rule", ["flat", "auto-s", "psac"])
-@pytest.mark.parametrize("bound", [1.0, 1e4])
-def test_weighted_outer_products_neither_overflow_nor_lose_their_bits(rule, bound):
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("kind", ["linear", "circulant", "convolution"])
+def test_weights_neither_overflow_nor_lose_their_bits(kind, bound, rule):
     """w·d alone would be infinite (AUTO-S has weights above 1), or a small multiple of the least number."""
-    pairs = [
-        (1e38, 1e-40),
-        (3e38, 1e-41),
-        (3e38, 0.0),
-        (0.0, 3e38),
-        (1e-44, 1e38),
-        (1e-40, 1e38),
-        (1e-38, 3e38),
-        (1.0, 1.0),
-    ]
-    for width in (3, 400):
+    for width in (4, 400):
         for tokens in (1, 2):
-            for d, a in pairs:
+            for d, a in FAR_APART:
+                piece, shape = product(kind, tokens, width, a, d)
                 mechanism = GaussianMechanism(0.0, make_clipping(rule, bound))
-                mechanism.bind({"w": torch.zeros(width, width)})
-                piece = Outer(torch.full((1, tokens, width), a), torch.full((1, tokens, width), d))
+                mechanism.bind({"w": torch.zeros(shape)})
                 mechanism.accumulate(PerSampleGradients({"w": piece}, 1))
                 assert float(mechanism.clipped_sum()["w"].double().norm()) <= bound, (width, tokens, d, a)
 

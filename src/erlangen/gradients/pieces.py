@@ -260,21 +260,12 @@ class Outer(Piece):
         d, a, w = self.d.to(precise), self.a.to(precise), w.to(precise)
         if not d.numel():
             return d.new_zeros(d.shape[2], a.shape[2])
-        size, root = self._shares(d, w)
+        size, root = (t[:, None, None] for t in shares(d, w))
         if self.guarded:
             keep = (w != 0)[:, None, None]
             d, a = torch.where(keep, d, 0.0), torch.where(keep, a, 0.0)
         left, right = d / size * torch.copysign(root, w[:, None, None]), a * root
         return left.flatten(0, 1).t() @ right.flatten(0, 1)
-
-    @staticmethod
-    def _shares(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """|d_i|_max and √(w_i·|d_i|_max), 0 where d_i is 0, [n, 1, 1]: w·d alone could overflow, or be left with a bit or two.
-        Both d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds (`hidden`)."""
-        flat = d.flatten(1)
-        size = torch.maximum(flat.amax(1), -flat.amin(1))
-        root = torch.where(size > 0, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
-        return torch.where(size > 0, size, 1.0)[:, None, None], root[:, None, None]
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         one_token = self.a.shape[1] == 1
@@ -435,6 +426,15 @@ def in_the_sum(terms: Any) -> Any:
     """Units of `outward` for the weighted sum, which adds an owner's ``terms`` with k = terms/2 epsilons of their magnitude M:
     (‖g‖ + kεM)² ≤ (1 + 8ε)‖g‖² + (k²/8 + …)εM², and eight of a rule's 32 epsilons are enough for the first part."""
     return (terms + 2) ** 2 / 16
+
+
+def shares(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """|d_i|_max and √(|w_i|·|d_i|_max), [n] each; 1 and 0 where d_i is 0. w·d alone could overflow, or be left with a bit or
+    two; d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds (`hidden`)."""
+    flat = d.reshape(len(w), -1)
+    size = torch.maximum(flat.amax(1), -flat.amin(1))
+    root = torch.where(size > 0, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
+    return torch.where(size > 0, size, 1.0), root
 
 
 def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:

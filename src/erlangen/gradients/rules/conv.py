@@ -23,6 +23,7 @@ from erlangen.gradients.pieces import (
     gram_is_cheaper,
     gram_norms,
     rescaled,
+    shares,
     unit_scale,
 )
 from erlangen.gradients.registry import rule
@@ -169,8 +170,13 @@ class Conv(Piece):
             total = conv_unformed.weighted_sum(self.x, self.d, w, self.views, *self._plane())
             return total.unflatten(1, self.geometry.kernel).movedim(-1, 1)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
-        rows = w.to(precise).repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
-        return self.geometry.weight_gradient(self.x.to(precise), self.d.to(precise) * rows, self.shape)
+        x, d, w = self.x.to(precise), self.d.to(precise), w.to(precise)
+        if not d.numel():
+            return d.new_zeros(self.shape)
+        by_row = lambda t: t.repeat_interleave(self.views).view(-1, *[1] * (d.ndim - 1))  # noqa: E731
+        size, root = shares(d, w)
+        left = d / by_row(size) * by_row(torch.copysign(root, w))
+        return self.geometry.weight_gradient(x * by_row(root), left, self.shape)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None or self.prefers_dense:
