@@ -17,18 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.gradients.pieces import (
-    Dense,
-    Piece,
-    Weight,
-    accumulate_dtype,
-    chunk_size,
-    gram_is_cheaper,
-    hidden,
-    in_the_sum,
-    outward,
-)
+from erlangen.gradients.pieces import Dense, Piece, Weight, accumulate_dtype, chunk_size, gram_is_cheaper
 from erlangen.gradients.registry import rule
+from erlangen.gradients.rounding import hidden, outward
 from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding
 from erlangen.gradients.rules.linear import tokens
 from erlangen.gradients.tape import Tape
@@ -159,8 +150,9 @@ class CirculantOuter(Piece):
         terms = (x @ x.mH).real * (d @ d.mH).real + (x @ x.mH).imag * (d @ d.mH).imag
         lengths = (_energy(self.x) * _energy(self.d)).sqrt().sum(1)  # [n, f]
         (frequencies, tokens, inputs), outputs = x.shape[1:], d.shape[3]
-        units = 2 * (inputs + outputs) + 2 * tokens + frequencies + in_the_sum(tokens + 8 * self.block.bit_length())
-        return outward((terms.sum(3).sum(2) * bins).sum(1), (lengths.square() * bins).sum(1), units) + self._hidden()
+        units, added = 2 * (inputs + outputs) + 2 * tokens + frequencies, tokens + 8 * self.block.bit_length()
+        value, magnitude = ((v * bins).sum(1) for v in (terms.sum(3).sum(2), lengths.square()))
+        return outward(value, magnitude, units, added) + self._hidden()
 
     def _hidden(self) -> Tensor:
         """What vanishes where squares of small entries do: a bin counts 2b times at most."""

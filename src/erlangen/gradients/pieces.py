@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from erlangen.gradients.kernels import usable
+from erlangen.gradients.rounding import additions, gram, hidden, outward, shares
 
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
 # Flops that cost as much as moving one float through a GPU's memory; only the order of magnitude matters.
 FLOPS_PER_FLOAT = 300.0
 CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 29}
-# Products that one entry of a Gram matrix adds at a time.
-GRAM_RUN = 512
 # Entries of a gradient whose squares are added up by one call; a GPU has 2048 accumulators for them, a CPU sixteen.
 LONGEST_RUN = {"cpu": 512, "cuda": 1 << 18}
 
@@ -280,7 +279,7 @@ class Outer(Piece):
             norms = squared_norms(a) * squared_norms(d)
         elif isinstance(weight, Tensor):
             norms = ((d[:, 0].square() @ weight.to(d.dtype).square()) * a[:, 0].square()).sum(1)
-            norms = outward(norms, norms, a.shape[2] + d.shape[2] + 4)
+            norms = outward(norms, norms, a.shape[2] + d.shape[2] + 4, 1)
         else:
             norms = gram_norms(a, d)
         return rescaled(norms, size_a, size_d)
@@ -332,8 +331,8 @@ class Lookup(Piece):
             return d.new_zeros(len(d))
         length, tokens = torch.linalg.vector_norm(d, dim=2), d.shape[1]
         met = (same @ length[..., None]).squeeze(-1)  # of all that a token is added to
-        units = additions(d.shape[2]) + 2 * tokens + in_the_sum(same.sum(2).amax(1))
-        return outward((same * gram(d)).sum(2).sum(1), (met * length).sum(1), units)
+        units = additions(d.shape[2]) + 2 * tokens
+        return outward((same * gram(d)).sum(2).sum(1), (met * length).sum(1), units, same.sum(2).amax(1))
 
     def precise(self) -> Piece:
         return Lookup(self.index, self.d.to(accumulate_dtype(self.d)), self.entries)
@@ -403,52 +402,6 @@ def gram_norms(a: Tensor, d: Tensor) -> Tensor:
     gram_a, gram_d = gram(a), gram(d)
     own_a, own_d = (g.diagonal(dim1=1, dim2=2).clamp(min=0) for g in (gram_a, gram_d))
     terms, (tokens, inputs), outputs = (own_a.sqrt() * own_d.sqrt()).sum(1), a.shape[1:], d.shape[2]
-    units = additions(inputs) + additions(outputs) + 2 * tokens + in_the_sum(tokens)
-    value = outward((gram_a * gram_d).sum(2).sum(1), terms.square(), units)
+    units = additions(inputs) + additions(outputs) + 2 * tokens
+    value = outward((gram_a * gram_d).sum(2).sum(1), terms.square(), units, tokens)
     return value + hidden(own_a, own_d, inputs + outputs)
-
-
-def gram(t: Tensor) -> Tensor:
-    """t tᵀ of [..., T, n], in runs: n products one after another in float32 would err by n roundings."""
-    first, *rest = t.split(GRAM_RUN, -1)
-    total = first @ first.mT
-    for part in rest:
-        total += part @ part.mT
-    return total
-
-
-def additions(entries: int) -> int:
-    """Roundings that an entry of `gram` has seen at most, in whatever order a product adds."""
-    return min(entries, GRAM_RUN) + -(-entries // GRAM_RUN)
-
-
-def in_the_sum(terms: Any) -> Any:
-    """Units of `outward` for the weighted sum, which adds an owner's ``terms`` with k = terms/2 epsilons of their magnitude M:
-    (‖g‖ + kεM)² ≤ (1 + 8ε)‖g‖² + (k²/8 + …)εM², and eight of a rule's 32 epsilons are enough for the first part."""
-    return (terms + 2) ** 2 / 16
-
-
-def shares(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """|d_i|_max and √(|w_i|·|d_i|_max), [n] each; 1 and 0 where d_i is 0. w·d alone could overflow, or be left with a bit or
-    two; d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds (`hidden`)."""
-    flat = d.reshape(len(w), -1)
-    size = torch.maximum(flat.amax(1), -flat.amin(1))
-    root = torch.where(size > 0, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
-    return torch.where(size > 0, size, 1.0), root
-
-
-def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:
-    """What vanishes from ‖Σ_t d_t ⊗ a_t‖² where squares of small entries do, beside a huge one whose cotangent is zero. From
-    ‖a_t‖² and ‖d_t‖², [n, T] each: entries below 2√tiny hide at most δ = T·2√tiny·√entries·(max‖a_t‖ + max‖d_t‖) of the
-    sum, and (‖g‖ + δ)² ≤ (1 + ε)‖g‖² + (1 + 1/ε)δ²; the first part is in `outward`."""
-    if not own_a.numel():
-        return own_a.new_zeros(len(own_a))
-    info, tokens = torch.finfo(own_a.dtype), own_a.shape[1]
-    return (16 * tokens**2 * entries * info.tiny / info.eps) * (own_a.amax(1) + own_d.amax(1))
-
-
-def outward(value: Tensor, magnitude: Tensor, units: float | Tensor) -> Tensor:
-    """An upper bound of a non-negative sum whose terms have total magnitude ``magnitude``, after so many roundings (``units``
-    of ε/2 each, a tenth more for their products). They need not be random: a product that adds 4608 equal entries errs
-    by a hundred epsilons, always the same way."""
-    return value.clamp(min=0) + (3 + 0.55 * units) * torch.finfo(value.dtype).eps * magnitude

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.circulant import blocks_for
-from erlangen.gradients.pieces import additions, exact_float32, gram, hidden, in_the_sum, outward
+from erlangen.gradients.pieces import exact_float32
+from erlangen.gradients.rounding import additions, gram, hidden, outward
 from erlangen.training.stacked_rows import Formed, Rows
 
 #: relative rounding of a float32 factor of ten bits (TF32), cut or rounded
@@ -141,8 +142,8 @@ class Positions(Rows):
         gram_a, gram_d = self.blocks.grams(a), self.blocks.grams(d)
         own_a, own_d = (g[..., 0].diagonal(dim1=1, dim2=2).clamp(min=0) for g in (gram_a, gram_d))
         terms = (own_a.sqrt() * own_d.sqrt()).sum(1)
-        units = additions(inputs) + additions(outputs) + 3 * b + 2 * count + in_the_sum(count + b)
-        value = outward((gram_a * gram_d).sum(3).sum(2).sum(1), b * terms.square(), units)
+        units = additions(inputs) + additions(outputs) + 3 * b + 2 * count
+        value = outward((gram_a * gram_d).sum(3).sum(2).sum(1), b * terms.square(), units, count + b)
         value = value + b * hidden(own_a, own_d, b * (inputs + outputs))
         if not self.fast:
             return value.double()
