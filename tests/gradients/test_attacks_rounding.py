@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from erlangen.circulant import CirculantOuter, spectrum
-from erlangen.gradients import RowMap, Tape, attach
+from erlangen.gradients import RowMap, Tape, attach, pieces
 from erlangen.gradients.attach import detach
 from erlangen.gradients.kernels.stacked_rows import reference_energy
 from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece, exact_float32, squared_norms
@@ -219,3 +219,15 @@ def test_parameters_of_two_precisions_leave_room_for_the_coarser():
         mechanism.accumulate(PerSampleGradients.from_dense(gradients))
         added = torch.cat([total.double() for total in mechanism.clipped_sum().values()])
         assert float(added.norm()) <= 1e-3
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan"), 3e38])
+def test_an_owner_of_weight_zero_poisons_no_sum_that_skips_it(poison, monkeypatch):
+    """Where sums skip owners of weight zero, nobody has looked at what these hold."""
+    monkeypatch.setattr(pieces, "skips_zero_weights", lambda like: True)
+    a, d, w = torch.randn(3, 4, 6), torch.randn(3, 4, 5), torch.tensor([1.0, 0.0, 0.5])
+    clean = Outer(a.clone(), d.clone()).weighted_sum(w)
+    a[1, 1, 1], d[1, 0, 0] = poison, poison
+    piece = Outer(a, d)
+    assert piece.guarded
+    assert torch.equal(piece.weighted_sum(w), clean)

@@ -263,7 +263,7 @@ class Outer(Piece):
         if self.guarded:
             keep = (w != 0)[:, None, None]
             d, a = torch.where(keep, d, 0.0), torch.where(keep, a, 0.0)
-        left, right = d / size * torch.copysign(root, w[:, None, None]), a * root
+        left, right = (d / size).mul_(torch.copysign(root, w[:, None, None])), a * root
         return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:

@@ -50,9 +50,10 @@ def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:
 
 
 def shares(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """|d_i|_max and √(|w_i|·|d_i|_max), [n] each; 1 and 0 where d_i is 0. w·d alone could overflow, or be left with a bit or
-    two; d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds (`hidden`)."""
-    flat = d.reshape(len(w), -1)
-    size = torch.maximum(flat.amax(1), -flat.amin(1))
-    root = torch.where(size > 0, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
-    return torch.where(size > 0, size, 1.0), root
+    """|d_i|_max and √(|w_i|·|d_i|_max), [n] each; 1 and 0 where d_i or w_i is 0, whatever d_i holds then. w·d alone could
+    overflow, or be left with a bit or two; d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds
+    (`hidden`)."""
+    size = torch.linalg.vector_norm(d.reshape(len(w), -1), ord=torch.inf, dim=1)
+    counts = (size > 0) & (w != 0)
+    root = torch.where(counts, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
+    return torch.where(counts, size, 1.0), root

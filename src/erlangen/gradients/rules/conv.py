@@ -175,7 +175,7 @@ class Conv(Piece):
             return d.new_zeros(self.shape)
         by_row = lambda t: t.repeat_interleave(self.views).view(-1, *[1] * (d.ndim - 1))  # noqa: E731
         size, root = shares(d, w)
-        left = d / by_row(size) * by_row(torch.copysign(root, w))
+        left = (d / by_row(size)).mul_(by_row(torch.copysign(root, w)))
         return self.geometry.weight_gradient(x * by_row(root), left, self.shape)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
