@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from erlangen.gradients.kernels import usable
-from erlangen.gradients.rounding import additions, gram, hidden, outward, shares
+from erlangen.gradients.rounding import additions, gram, hidden, outward, weighed
 
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
@@ -259,11 +259,10 @@ class Outer(Piece):
         d, a, w = self.d.to(precise), self.a.to(precise), w.to(precise)
         if not d.numel():
             return d.new_zeros(d.shape[2], a.shape[2])
-        size, root = (t[:, None, None] for t in shares(d, w))
         if self.guarded:
             keep = (w != 0)[:, None, None]
             d, a = torch.where(keep, d, 0.0), torch.where(keep, a, 0.0)
-        left, right = (d / size).mul_(torch.copysign(root, w[:, None, None])), a * root
+        left, right = weighed(d, a, w)
         return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:

@@ -49,11 +49,22 @@ def hidden(own_a: Tensor, own_d: Tensor, entries: int) -> Tensor:
     return (16 * tokens**2 * entries * info.tiny / info.eps) * (own_a.amax(1) + own_d.amax(1))
 
 
-def shares(d: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """|d_i|_max and √(|w_i|·|d_i|_max), [n] each; 1 and 0 where d_i or w_i is 0, whatever d_i holds then. w·d alone could
-    overflow, or be left with a bit or two; d/|d|_max·√ and a·√ stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰ bounds
-    (`hidden`)."""
-    size = torch.linalg.vector_norm(d.reshape(len(w), -1), ord=torch.inf, dim=1)
-    counts = (size > 0) & (w != 0)
-    root = torch.where(counts, (w.abs().double() * size.double()).sqrt(), 0.0).to(d.dtype)
-    return torch.where(counts, size, 1.0), root
+def weighed(d: Tensor, a: Tensor, w: Tensor, views: int = 1) -> tuple[Tensor, Tensor]:
+    """Factors whose product of owner i is w_i·d_i⊗a_i. Their rows are ``views`` to an owner; what an owner of weight 0 holds is
+    not looked at (0·NaN is still NaN: put it out first where it may be there).
+
+    Usually they are w·d and a. But w·d can overflow, or be left with a bit or two: where w·|d|_max is not between 1e-20 and
+    1e20, they are d/|d|_max·√ and a·√ with √ = √(w·|d|_max), which stay in range, because w·|a|_max·|d|_max is at most 2⁵⁰
+    bounds (`hidden`). Every owner decides for itself.
+    """
+    flat = d.reshape(len(w), -1)
+    size = torch.maximum(flat.amax(1), -flat.amin(1))
+    reach = w.abs().double() * size.double()
+    usual = ~((size > 0) & (w != 0)) | ((reach >= 1e-20) & (reach <= 1e20))
+    row = lambda t, like: t.to(like.dtype).repeat_interleave(views).view(-1, *[1] * (like.ndim - 1))  # noqa: E731
+    if not d.is_cuda and bool(usual.all()):
+        return d * row(w, d), a
+    root = reach.sqrt()
+    left = d / row(torch.where(usual, 1.0, size), d)
+    left.mul_(row(torch.where(usual, w.double(), torch.copysign(root, w.double())), d))
+    return left, a * row(torch.where(usual, 1.0, root), a)

@@ -23,10 +23,10 @@ from erlangen.gradients.pieces import (
     gram_is_cheaper,
     gram_norms,
     rescaled,
-    shares,
     unit_scale,
 )
 from erlangen.gradients.registry import rule
+from erlangen.gradients.rounding import weighed
 from erlangen.gradients.tape import Tape
 
 #: flops of one owner's kernel gradient below which calling the native kernel per owner costs more than it computes
@@ -173,10 +173,8 @@ class Conv(Piece):
         x, d, w = self.x.to(precise), self.d.to(precise), w.to(precise)
         if not d.numel():
             return d.new_zeros(self.shape)
-        by_row = lambda t: t.repeat_interleave(self.views).view(-1, *[1] * (d.ndim - 1))  # noqa: E731
-        size, root = shares(d, w)
-        left = (d / by_row(size)).mul_(by_row(torch.copysign(root, w)))
-        return self.geometry.weight_gradient(x * by_row(root), left, self.shape)
+        left, right = weighed(d, x, w, self.views)
+        return self.geometry.weight_gradient(right, left, self.shape)
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None or self.prefers_dense:
