@@ -131,13 +131,18 @@ def make(name: str, dtype: torch.dtype, rows: int = 4, seed: int = 0):
     return module, torch.randn(rows, *shape, dtype=dtype)
 
 
+#: norms from Gram matrices of long windows are rounded outwards by the additions that float32 allows for
+OUTWARD = {("conv2d-wide", torch.float32): 2e-5}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:.*cannot be batched")
 def test_rule_agrees_with_one_sample_at_a_time(name, strategy):
     for dtype in (torch.float64, torch.float32):
         module, x = make(name, dtype)
-        assert_same(recorded(module, (x,), strategy=strategy), one_by_one(module, (x,)), dtype)
+        got, want = recorded(module, (x,), strategy=strategy), one_by_one(module, (x,))
+        assert_same(got, want, dtype, OUTWARD.get((name, dtype), 0.0))
 
 
 @pytest.mark.parametrize("name", CASES)
