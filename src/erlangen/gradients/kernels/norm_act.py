@@ -177,6 +177,23 @@ if HAS_TRITON:
         return (_activate(v, PRE) - mu[None, :]) * rs[None, :]
 
     @triton.jit
+    def _window(base, p, c, inside, W: tl.constexpr, C: tl.constexpr):
+        """The four entries of the 2×2 windows whose first ones are at p."""
+        v0 = _tile(base, p, c, inside, C)
+        v1 = _tile(base, p + 1, c, inside, C)
+        v2 = _tile(base, p + W, c, inside, C)
+        v3 = _tile(base, p + W + 1, c, inside, C)
+        return v0, v1, v2, v3
+
+    @triton.jit
+    def _normals(v0, v1, v2, v3, mu, rs, PRE: tl.constexpr):
+        x0 = _normal(v0, mu, rs, PRE)
+        x1 = _normal(v1, mu, rs, PRE)
+        x2 = _normal(v2, mu, rs, PRE)
+        x3 = _normal(v3, mu, rs, PRE)
+        return x0, x1, x2, x3
+
+    @triton.jit
     def _won(d, x0, x1, x2, x3, g, b, POST: tl.constexpr):
         """The cotangent of a window's largest entry, back through post, at the entry that is the first to have it."""
         o0 = x0 * g[None, :] + b[None, :]
@@ -231,14 +248,8 @@ if HAS_TRITON:
             q = tl.arange(0, AREA // 4)
             p = (q // HALF) * 2 * W + (q % HALF) * 2
             d = _tile(arriving, q, c, inside, C)
-            v0 = _tile(source, p, c, inside, C)
-            v1 = _tile(source, p + 1, c, inside, C)
-            v2 = _tile(source, p + W, c, inside, C)
-            v3 = _tile(source, p + W + 1, c, inside, C)
-            x0 = _normal(v0, mu, rs, PRE)
-            x1 = _normal(v1, mu, rs, PRE)
-            x2 = _normal(v2, mu, rs, PRE)
-            x3 = _normal(v3, mu, rs, PRE)
+            v0, v1, v2, v3 = _window(source, p, c, inside, W, C)
+            x0, x1, x2, x3 = _normals(v0, v1, v2, v3, mu, rs, PRE)
             d0, d1, d2, d3 = _won(d, x0, x1, x2, x3, g, b, POST)
             plain = tl.sum(d0 + d1 + d2 + d3, 0)
             along = tl.sum(d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3, 0)
@@ -289,14 +300,8 @@ if HAS_TRITON:
                 q = start + tl.arange(0, QUARTER)
                 p = (q // HALF) * 2 * W + (q % HALF) * 2
                 d = _tile(arriving, q, c, inside, C)
-                v0 = _tile(source, p, c, inside, C)
-                v1 = _tile(source, p + 1, c, inside, C)
-                v2 = _tile(source, p + W, c, inside, C)
-                v3 = _tile(source, p + W + 1, c, inside, C)
-                x0 = _normal(v0, mu, rs, PRE)
-                x1 = _normal(v1, mu, rs, PRE)
-                x2 = _normal(v2, mu, rs, PRE)
-                x3 = _normal(v3, mu, rs, PRE)
+                v0, v1, v2, v3 = _window(source, p, c, inside, W, C)
+                x0, x1, x2, x3 = _normals(v0, v1, v2, v3, mu, rs, PRE)
                 d0, d1, d2, d3 = _won(d, x0, x1, x2, x3, g, b, POST)
                 _put(target, p, c, inside, _returned(v0, x0, d0, g, rs, s1, s2, PRE), C)
                 _put(target, p + 1, c, inside, _returned(v1, x1, d1, g, rs, s1, s2, PRE), C)
