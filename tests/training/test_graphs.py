@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from erlangen.data import load
 from erlangen.models import register_model
 from erlangen.training import TrainConfig
-from erlangen.training.graphs import PartGraph, Unrecordable, Watch, unchanged
+from erlangen.training.graphs import CudaRecorder, PartGraph, Unrecordable, Watch, unchanged
 from erlangen.training.session import Session
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -517,3 +517,23 @@ def test_a_look_at_the_device_is_refused():
         with pytest.warns(UserWarning, match="host read"):
             run(made, 2)
         assert made.accountant.steps == 2
+
+
+@cuda
+def test_a_recording_keeps_what_it_reads():
+    total = torch.zeros((), device="cuda")
+
+    def recorded() -> Callable[[], None]:
+        x = torch.ones(1 << 20, device="cuda")
+
+        def part() -> None:
+            total.add_(x.sum())
+
+        part()
+        return CudaRecorder(torch.device("cuda"))(part)
+
+    replay = recorded()
+    others = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(4)]  # where x was, if it was given back
+    total.zero_()
+    replay()
+    assert total == 1 << 20 and len(others) == 4

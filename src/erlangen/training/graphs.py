@@ -18,6 +18,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -194,7 +195,18 @@ class CudaRecorder:
                     part()
             finally:
                 torch.cuda.set_stream(usual)  # where it fails, PyTorch may leave the other one behind
-        return graph.replay
+        return Recording(graph, part)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded computation, with whatever it reads: a graph knows addresses and keeps no tensor alive."""
+
+    graph: torch.cuda.CUDAGraph
+    part: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 @contextmanager
