@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import platform
-import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -28,21 +27,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clipless_front_tables import METHODS, figure, settings, table, words
+from resumable import Budget, Results, Row, named
 
 from erlangen.accounting import noise_multiplier
 from erlangen.data import Dataset, load
-from erlangen.experiments.clipless import EPSILONS, SPLITS, config
+from erlangen.experiments.clipless import EPSILONS, config
 from erlangen.experiments.tuning import split
 from erlangen.lipschitz import backpropagate_bounds
 from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
-METHODS = (*SPLITS, "iso")
 #: ε at which settings are chosen, and the part of the training set that judges them
 TUNED_AT, HELD_OUT = 3.0, 1 / 6
 #: rows at a time on a GPU
 PHYSICAL = 2048
+#: what makes a run another one
+KNOWN_BY = ("data", "method", "epsilon", "seed", "round", "setting")
 Setting = dict[str, Any]
 
 
@@ -95,9 +97,13 @@ class Task:
     steps: int | None = None
 
     @property
-    def key(self) -> str:
+    def given(self) -> Row:
         """The same run, whatever machine it is on."""
-        return json.dumps([self.data, self.method, self.epsilon, self.seed, self.round, self.setting], sort_keys=True)
+        return {field: getattr(self, field) for field in KNOWN_BY}
+
+    @property
+    def key(self) -> str:
+        return named(self.given, KNOWN_BY)
 
     def config(self) -> TrainConfig:
         setting = dict(self.setting)
@@ -119,7 +125,7 @@ def held_out(name: str) -> Dataset:
     return split(records(name), HELD_OUT)
 
 
-def fit(task: Task) -> dict[str, Any]:
+def fit(task: Task) -> Row:
     """One run, and its row. A trial keeps σ and the sampling rate of the run that it stands for."""
     whole = records(task.data)
     data = whole if task.round is None else held_out(task.data)
@@ -148,19 +154,21 @@ class Study:
     """All runs, in an order in which each knows what it needs; finished ones are in the file."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.path: Path = arguments.json
+        if arguments.json.exists() and not arguments.resume:
+            raise SystemExit(f"{arguments.json} exists: give --resume to continue it, or another --json")
+        self.results = Results(arguments.json, {"rows": KNOWN_BY})
         self.names, self.methods = arguments.data.split(","), arguments.methods.split(",")
         self.seeds, self.steps, self.iso_device = arguments.seeds, arguments.steps, arguments.iso_device
         self.device = arguments.device
-        self.facts = {"machine": platform.processor() or platform.machine(), "steps": self.steps}
-        self.rows: list[dict[str, Any]] = []
+        self.results.hold({"steps": self.steps}, unsaid=self.results.content)
+        self.results.content |= {"machine": platform.processor() or platform.machine(), "steps": self.steps}
         #: of runs that raised an error; they are tried again by --resume
         self.failed: set[str] = set()
         self.sigmas: dict[tuple[str, float], float] = {}
-        if self.path.exists():
-            if not arguments.resume:
-                raise SystemExit(f"{self.path} exists: give --resume to continue it, or another --json")
-            self.rows = json.loads(self.path.read_text())["rows"]
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.results.rows("rows")
 
     def calibrate(self, pool: ProcessPoolExecutor) -> None:
         """σ of every ε, once per sampling rate and number of steps."""
@@ -175,8 +183,8 @@ class Study:
         device = self.iso_device if method == "iso" else self.device
         return Task(name, method, epsilon, seed, round_, setting, self.sigmas[name, epsilon], device, self.steps)
 
-    def done(self, task: Task) -> dict[str, Any] | None:
-        return next((row for row in self.rows if _key(row) == task.key), None)
+    def done(self, task: Task) -> Row | None:
+        return self.results.find("rows", task.given)
 
     def best(self, name: str, method: str, last: int) -> Setting | None:
         """The setting with the highest held-out accuracy in rounds 0 … last; None while one of them is not finished."""
@@ -218,14 +226,11 @@ class Study:
             self.keep({**twin, "method": "global", "same_as": "local"})
         return True
 
-    def keep(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n")
-        part.replace(self.path)
+    def keep(self, row: Row) -> None:
+        self.results.keep("rows", [row])
         kind = "front" if row["round"] is None else f"trial {row['round'] + 1}"
         head = f"{row['data']:14} {row['method']:8} ε={row['epsilon']:g} seed {row['seed']} {kind:8}"
-        print(f"{head} {100 * row['accuracy']:6.2f} %  {row['seconds']:6.1f} s  {_words(row['setting'])}", flush=True)
+        print(f"{head} {100 * row['accuracy']:6.2f} %  {row['seconds']:6.1f} s  {words(row['setting'])}", flush=True)
 
 
 def run(study: Study, workers: int, iso_workers: int, budget: float) -> bool:
@@ -236,11 +241,11 @@ def run(study: Study, workers: int, iso_workers: int, budget: float) -> bool:
         ProcessPoolExecutor(workers, context, _quiet) as pool,
         ProcessPoolExecutor(iso_workers, context, _quiet) as other,
     ):
-        running: dict[Future[dict[str, Any]], Task] = {}
+        running: dict[Future[Row], Task] = {}
         study.calibrate(pool)
-        end = time.monotonic() + budget
+        clock = Budget(budget)
         while True:
-            if time.monotonic() < end:
+            if clock.left() > 0:
                 for task in study.tasks():
                     aside = separate and task.method == "iso"
                     busy = sum(1 for t in running.values() if (separate and t.method == "iso") == aside)
@@ -261,110 +266,6 @@ def run(study: Study, workers: int, iso_workers: int, budget: float) -> bool:
 
 def _quiet() -> None:
     torch.set_num_threads(1)
-
-
-def _key(row: dict[str, Any]) -> str:
-    names = ("data", "method", "epsilon", "seed", "round", "setting")
-    return json.dumps([row[n] for n in names], sort_keys=True)
-
-
-def _words(setting: Setting) -> str:
-    options = "".join(f" {v}" for v in setting["model_options"].values())
-    rest = f"margin {setting['loss']['margin']:g}" if "loss" in setting else f"C {setting['max_grad_norm']:g}"
-    shape = ", cosine" if setting.get("schedule") == "cosine" else ""
-    return f"{setting['model']}{options}, lr {setting['lr']:g}{shape}, {rest}"
-
-
-# -- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def cells(rows: list[dict[str, Any]]) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
-    """The front's runs by (data, method, ε), in the order of their seeds."""
-    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
-    for row in sorted((r for r in rows if r["round"] is None), key=lambda r: r["seed"]):
-        found.setdefault((row["data"], row["method"], row["epsilon"]), []).append(row)
-    return found
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: mean ± standard deviation over seeds, what was spent, and the paired difference of optimal and ISO.
-
-    A cell with fewer seeds than the others says how many it has.
-    """
-    found, lines = cells(rows), []
-    seeds = max((len(runs) for runs in found.values()), default=0)
-    methods = [m for m in METHODS if any(key[1] == m for key in found)]
-    lines.append(
-        f"| data | ε (spent) | {' | '.join('ISO' if m == 'iso' else m for m in methods)} | optimal − ISO, by seed |"
-    )
-    lines.append("|" + "---|" * (len(methods) + 3))
-    for data in dict.fromkeys(key[0] for key in found):
-        for epsilon in sorted({key[2] for key in found if key[0] == data}):
-            spent = max(r["spent"] for m in methods for r in found.get((data, m, epsilon), []))
-            runs = [found.get((data, m, epsilon), []) for m in methods]
-            entries = [_spread([100 * r["accuracy"] for r in cell], seeds) for cell in runs]
-            pairs = _paired(found.get((data, "optimal", epsilon), []), found.get((data, "iso", epsilon), []))
-            lines.append(
-                f"| {data} | {epsilon:g} ({spent:.3f}) | {' | '.join(entries)} | {_spread(pairs, seeds, '+')} |"
-            )
-    return "\n".join(lines)
-
-
-def settings(rows: list[dict[str, Any]]) -> str:
-    """Markdown: what was chosen, with its held-out accuracy and the number of trials."""
-    lines = ["| data | method | chosen of trials | parameters | held-out accuracy, % |", "|---|---|---|---|---|"]
-    trials = [r for r in rows if r["round"] is not None]
-    for data, method in dict.fromkeys((r["data"], r["method"]) for r in trials):
-        mine = [r for r in trials if (r["data"], r["method"]) == (data, method)]
-        best = max(mine, key=lambda r: r["accuracy"])
-        name, score = "ISO" if method == "iso" else method, 100 * best["accuracy"]
-        chosen = f"{_words(best['setting'])} (of {len(mine)})"
-        lines.append(f"| {data} | {name} | {chosen} | {best['parameters']:,} | {score:.2f} |")
-    return "\n".join(lines)
-
-
-def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy against ε, one panel per data set, bars for the standard deviation over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    found = cells(rows)
-    names = list(dict.fromkeys(key[0] for key in found))
-    canvas, axes = plt.subplots(1, len(names), figsize=(3.6 * len(names), 3.2), squeeze=False, layout="constrained")
-    for axis, data in zip(axes[0], names, strict=True):
-        for method, marker in zip(METHODS, "osv^", strict=True):
-            known = [e for e in EPSILONS if (data, method, e) in found]
-            points = [(e, [100 * r["accuracy"] for r in found[data, method, e]]) for e in known]
-            if points:
-                spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in points]
-                label = "ISO (clipping)" if method == "iso" else f"clipless, {method}"
-                means = [statistics.fmean(v) for _, v in points]
-                axis.errorbar(
-                    [e for e, _ in points], means, spreads, marker=marker, capsize=2, label=label, lw=1.2, ms=4
-                )
-        axis.set(
-            title=data, xlabel="ε (δ = 1e-5)", xscale="log", xticks=EPSILONS, xticklabels=[f"{e:g}" for e in EPSILONS]
-        )
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("test accuracy, %")
-    axes[0][0].legend(fontsize=8)
-    canvas.savefig(path)
-
-
-def _spread(values: list[float], seeds: int, sign: str = "") -> str:
-    if not values:
-        return "–"
-    mean = format(statistics.fmean(values), f"{sign}.2f")
-    fewer = "" if len(values) == seeds else f" (n = {len(values)})"
-    return (f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean) + fewer
-
-
-def _paired(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[float]:
-    other = {row["seed"]: row["accuracy"] for row in b}
-    return [100 * (row["accuracy"] - other[row["seed"]]) for row in a if row["seed"] in other]
 
 
 def main() -> None:

@@ -27,28 +27,26 @@ import argparse
 import gc
 import json
 import math
-import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from gredp_geodp_tasks import DEFAULT, TASKS, Pick, Task, shortened
+from gredp_geodp_tasks import DEFAULT, TASKS, Options, Pick, Task, shortened
+from resumable import Bench, Row, held_out
 
 from erlangen.data import Dataset, load
 from erlangen.models import make_model
 from erlangen.streams import Stream
 from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
-from erlangen.training.ensemble import Ensemble
 
 if TYPE_CHECKING:
     from erlangen.training.session import Session
@@ -71,6 +69,24 @@ class Trial:
         return [self.task, self.method, self.setting, self.length, self.bound, self.momentum, self.seed]
 
     @property
+    def given(self) -> Row:
+        return {"key": self.key}
+
+    @property
+    def family(self) -> str:
+        return f"{self.task} {TASKS[self.task].shape(self.method, self.setting)}"
+
+    @property
+    def cell(self) -> str:
+        return f"{self.task} | {self.setting} | {self.method}"
+
+    @property
+    def conditions(self) -> Options:
+        """What the key does not say."""
+        task = TASKS[self.task]
+        return {**task.options(self.method, self.setting), "tuning_steps": task.tuning_steps}
+
+    @property
     def alone(self) -> bool:
         return TASKS[self.task].methods[self.method].alone
 
@@ -84,87 +100,52 @@ class Trial:
         return TASKS[self.task].config(self.method, self.setting, pick, self.seed, device)
 
 
-class OutOfTime(Exception):
-    pass
-
-
-class Bench:
+class Tables(Bench[Trial]):
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.started = options, time.perf_counter()
-        os.environ["ERLANGEN_DATA"] = str(options.data)
-        again = options.resume and options.out.exists()
-        self.result: dict[str, Any] = json.loads(options.out.read_text()) if again else {"tuning": [], "runs": []}
-        self.before, versions = self.result.get("seconds", 0.0), self.result.get("versions", [])
-        self.result["versions"] = versions if isinstance(versions, list) else [versions]
-        self.device = options.device
+        super().__init__(options, options.resume)
+        self.results.hold({"steps": options.steps}, unsaid={"steps": 0})
         #: methods that could not be run, and why
         self.failed: dict[str, str] = {}
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def run(self, phase: str, trials: list[Trial]) -> None:
-        """Train what is not known yet, a family at a time, and write it down."""
-        done = {json.dumps(row["key"]) for row in self.result[phase]}
-        left = [t for t in trials if json.dumps(t.key) not in done]
+    def run(self, phase: str, trials: Iterable[Trial]) -> None:
+        """Train what is not known yet and write it down: in processes, or one after another, or as ensembles."""
+        trials = list(trials)
+        self.results.hold({t.cell: t.conditions for t in trials}, unsaid={})
+        left = self.results.left(phase, trials)
         if self.options.processes:
             self.run_apart(phase, left)
-            return
-        self.run_alone(phase, [t for t in left if t.alone])
-        for (name, family), members in families([t for t in left if not t.alone]).items():
-            task = TASKS[name]
-            data = dataset(str(task.common["data"]), phase, bool(self.options.steps))
-            for part in batched(members, task.members or self.options.members):
-                self.in_time()
-                started = time.perf_counter()
-                scores = self.trained(task, part, data, phase).evaluate()
-                seconds = time.perf_counter() - started
-                self.keep(phase, part, scores)
-                gc.collect()  # layers know their stack and the stack its layers: only the collector frees them
-                print(f"{phase} {name} {family}: {len(part)} runs in {seconds:.1f} s", flush=True)
+        else:
+            self.run_alone(phase, [t for t in left if t.alone])
+            super().run(phase, [t for t in left if not t.alone])
 
-    def in_time(self) -> None:
-        if time.perf_counter() - self.started > self.options.budget:
-            raise OutOfTime
+    def members(self, trial: Trial) -> int:
+        return TASKS[trial.task].members or self.options.members
 
-    def keep(self, phase: str, trials: list[Trial], scores: list[dict[str, float]]) -> None:
-        for trial, score in zip(trials, scores, strict=True):
-            self.result[phase].append({"key": trial.key, **score})
-        made, known = {"torch": torch.__version__, "device": self.where()}, self.result.setdefault("versions", [])
-        if made not in known:
-            known.append(made)
-        self.save()
+    def where(self) -> str:
+        return "cpu" if self.options.processes else super().where()
 
-    def trained(self, task: Task, trials: list[Trial], data: Dataset, phase: str) -> Ensemble:
-        """By replayed CUDA graphs; once a capture has failed, by single launches. Graphs are for small ensembles."""
-        graph = not self.options.no_graph
-        configs = [shortened(t.config(self.device), self.options.steps) for t in trials]
-        if phase == "tuning" and task.tuning_steps and not self.options.steps:
+    def train(self, phase: str, trials: list[Trial]) -> list[Row]:
+        task, steps = TASKS[trials[0].task], self.options.steps
+        configs = [shortened(t.config(self.options.device), steps) for t in trials]
+        if phase == "tuning" and task.tuning_steps and not steps:
             configs = [replace(c, steps=task.tuning_steps) for c in configs]
-        options: dict[str, Any] = {
-            "run_ids": [t.pair for t in trials], "rows": None if self.options.steps else task.rows,
-            "precision": getattr(torch, task.precision) if task.precision else None,
-        }  # fmt: skip
-        ensemble = Ensemble(configs, data, graph=graph, **options)
-        try:
-            ensemble.run()
-        except RuntimeError as error:
-            if not (graph and ensemble.use_graph):
-                raise
-            print(f"CUDA graphs do not work here ({str(error)[:200]}); launching one by one", flush=True)
-            self.options.no_graph = True
-            ensemble = Ensemble(configs, data, graph=False, **options)
-            ensemble.run()
-        return ensemble
+        ensemble = self.together(
+            configs, dataset(str(task.common["data"]), phase, bool(steps)), run_ids=[t.pair for t in trials],
+            rows=None if steps else task.rows, precision=getattr(torch, task.precision) if task.precision else None,
+        )  # fmt: skip
+        return ensemble.evaluate()
 
     def run_alone(self, phase: str, trials: list[Trial]) -> None:
         """One after another on this device. A method that fails does not keep the others from running."""
         for trial in trials:
             if trial.method in self.failed:
                 continue
-            self.in_time()
+            self.budget.check()
             started = time.perf_counter()
             try:
-                found = one((trial, phase, self.options.steps, self.device))
+                found = one((trial, phase, self.options.steps, self.options.device))
             except RuntimeError as error:
                 self.failed[trial.method] = str(error)[:200]
                 continue
@@ -175,20 +156,15 @@ class Bench:
     def run_apart(self, phase: str, trials: list[Trial]) -> None:
         from erlangen.experiments.pool import Pool
 
+        if trials:
+            self.budget.check()
         jobs = [(trial, phase, self.options.steps, "cpu") for trial in trials]
         for (trial, *_), scores in Pool(self.options.processes).run(one, jobs):
             self.keep(phase, [trial], [scores])
-            self.in_time()
+            self.budget.check()
 
-    def save(self) -> None:
-        self.result["seconds"] = self.before + time.perf_counter() - self.started
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.options.out.with_suffix(".new")
-        partial.write_text(json.dumps(self.result, indent=1) + "\n")
-        partial.replace(self.options.out)
-
-    def where(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() and self.device != "cpu" else "cpu"
+    def summary(self, content: Row) -> Row:
+        return {"table": table(content["runs"])}
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -205,7 +181,7 @@ class Bench:
 
     def best(self, task: Task, method: str, setting: str, momentum: float | None = None) -> Pick:
         """The pick with the best held-out accuracy (or loss), the mean over tuning seeds."""
-        found = held_out(self.result["tuning"], task, method, setting)
+        found = tried(self.results.rows("tuning"), task, method, setting)
         return max((pick for pick in found if momentum in (None, pick[2])), key=found.__getitem__)
 
     def borrowed(self, task: Task, method: str, setting: str) -> set[Pick]:
@@ -213,8 +189,8 @@ class Bench:
         assert task.base is not None
         base, like, source = TASKS[task.base], task.methods[method].like, self.options.picks or self.options.out
         assert like is not None
-        rows = json.loads(source.read_text())["tuning"] if self.options.picks else self.result["tuning"]
-        found, grid = held_out(rows, base, like, setting), base.grid(like)
+        rows = json.loads(source.read_text())["tuning"] if self.options.picks else self.results.rows("tuning")
+        found, grid = tried(rows, base, like, setting), base.grid(like)
         lacking = len(set(grid) - found.keys())
         if lacking:
             print(
@@ -239,30 +215,24 @@ class Bench:
             for pick in self.picks(task, method, setting) for seed in range(self.options.seeds)
         ])  # fmt: skip
 
-    def main(self) -> None:
-        try:
-            for task in map(TASKS.__getitem__, self.options.tasks):
-                for stage in task.stages or (tuple(task.settings),):
-                    self.tune(task, stage)
-                    self.measure(task, stage)
-        except OutOfTime:
-            print("out of time: run again with --resume")
-        self.result["table"] = table(self.result["runs"])
+    def work(self) -> None:
+        for task in map(TASKS.__getitem__, self.options.tasks):
+            for stage in task.stages or (tuple(task.settings),):
+                self.tune(task, stage)
+                self.measure(task, stage)
+
+    def finish(self) -> None:
         if self.options.epsilon:
-            self.result["epsilon"] = true_epsilons(self.result["runs"])
-        self.save()
-        show(self.result)
+            self.results.content["epsilon"] = true_epsilons(self.results.rows("runs"))
+        super().finish()
+        show(self.results.content)
         if self.failed:
             raise SystemExit("\n".join(f"{method} failed: {why}" for method, why in self.failed.items()))
 
 
 @lru_cache(maxsize=2)
 def dataset(name: str, phase: str, short: bool = False) -> Dataset:
-    """For tuning, the training set without its last twelfth, which stands in for the test set."""
-    d = load(name)
-    if phase == "tuning":
-        n = len(d) - len(d) // 12
-        d = replace(d, x_train=d.x_train[:n], y_train=d.y_train[:n], x_test=d.x_train[n:], y_test=d.y_train[n:])
+    d = held_out(load(name)) if phase == "tuning" else load(name)
     assert d.x_test is not None
     assert d.y_test is not None
     if not short:
@@ -299,7 +269,7 @@ def start(session: Session, pair: str) -> dict[str, torch.Tensor]:
         return make_model(config.model, data.input_shape, data.classes, **config.model_options).state_dict()
 
 
-def held_out(rows: list[dict[str, Any]], task: Task, method: str, setting: str) -> dict[Pick, float]:
+def tried(rows: list[Row], task: Task, method: str, setting: str) -> dict[Pick, float]:
     """Pick → its held-out accuracy (or minus its loss), the mean over tuning seeds."""
     found: dict[Pick, list[float]] = {}
     sign = -1 if task.score == "test_loss" else 1
@@ -310,27 +280,13 @@ def held_out(rows: list[dict[str, Any]], task: Task, method: str, setting: str) 
     return {pick: statistics.fmean(values) for pick, values in found.items()}
 
 
-def families(trials: list[Trial]) -> dict[tuple[str, str], list[Trial]]:
-    found: dict[tuple[str, str], list[Trial]] = {}
-    for t in trials:
-        found.setdefault((t.task, TASKS[t.task].shape(t.method, t.setting)), []).append(t)
-    return found
-
-
-def batched(items: list[Trial], size: int) -> Iterator[list[Trial]]:
-    """Parts of nearly equal length, none above ``size``."""
-    parts = math.ceil(len(items) / size)
-    for k in range(parts):
-        yield items[k * len(items) // parts : (k + 1) * len(items) // parts]
-
-
 # -- results --------------------------------------------------------------------------------------------------------
 
 #: what each claimed advantage has to stand against
 RIVALS = ("DP-SGD", "AUTO-S", "DP", "DP+AUTO-S")
 
 
-def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def table(runs: list[Row]) -> list[Row]:
     """Mean and deviation of every method at its best options and without momentum, paired with its rivals."""
     cells: dict[tuple[str, str, str], dict[tuple[float, ...], dict[int, float]]] = {}
     for row in runs:
@@ -360,33 +316,32 @@ def rival_of(cells: dict[tuple[str, str, str], Any], task: str, setting: str, ri
     return cells.get((task, *where)) or cells.get(((known and known.base) or task, *where), {})
 
 
-def gap(values: dict[int, float], other: dict[int, float]) -> dict[str, Any]:
+def gap(values: dict[int, float], other: dict[int, float]) -> Row:
     """The mean difference over common seeds and its standard error."""
     gaps = [values[s] - other[s] for s in values if s in other]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
     return {"mean": statistics.fmean(gaps) if gaps else None, "standard_error": error, "seeds": len(gaps)}
 
 
-def true_epsilons(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def true_epsilons(runs: list[Row]) -> Row:
     """ε of every method, by its own events."""
     from erlangen.accounting import epsilon
     from erlangen.experiments.presets import step_event
 
-    found: dict[str, Any] = {}
+    found: Row = {}
     for row in runs:
         trial = Trial(*row["key"])
-        name = f"{trial.task} | {trial.setting} | {trial.method}"
-        if name not in found:
+        if trial.cell not in found:
             records = {"mnist": 60_000, "cifar10": 50_000}[trial.config("cpu").data]
             config = trial.config("cpu").settled(records)
             assert config.noise_multiplier is not None
             event = step_event(config, config.noise_multiplier, records)
             spent = {m: epsilon([(event, config.steps)], 1e-5, m) for m in ("pld", "rdp")}  # type: ignore[arg-type]
-            found[name] = {m: e if math.isfinite(e) else "inf" for m, e in spent.items()}
+            found[trial.cell] = {m: e if math.isfinite(e) else "inf" for m, e in spent.items()}
     return found
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Row) -> None:
     for row in result["table"]:
         error = 0.0 if row["std"] is None else row["std"]
         print(
@@ -414,7 +369,7 @@ def main() -> None:
     parser.add_argument("--picks", type=Path, help="file with the tuning that companions take their options from")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--device", default="auto")
-    Bench(parser.parse_args()).main()
+    Tables(parser.parse_args()).main()
 
 
 if __name__ == "__main__":

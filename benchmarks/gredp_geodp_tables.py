@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gredp_geodp import Trial, gap, true_epsilons
+from gredp_geodp import Trial, gap, tried, true_epsilons
 from gredp_geodp_tasks import TASKS, Pick
 from scipy.stats import t
 
@@ -41,13 +40,8 @@ def cells(runs: list[dict[str, Any]], task: str, measure: str) -> dict[tuple[str
 
 def chosen(result: dict[str, Any], task: str, setting: str, method: str, picks: dict[Pick, Values]) -> Pick:
     """What tuning chose; the only one where nothing was tuned."""
-    score, sign = TASKS[task].score, -1 if TASKS[task].score == "test_loss" else 1
-    tried: dict[Pick, list[float]] = {}
-    for row in result["tuning"]:
-        trial = Trial(*row["key"])
-        if (trial.task, trial.setting, trial.method) == (task, setting, method):
-            tried.setdefault((trial.length, trial.bound, trial.momentum), []).append(sign * row[score])
-    known = {pick: statistics.fmean(values) for pick, values in tried.items() if pick in picks}
+    found = tried(result["tuning"], TASKS[task], method, setting)
+    known = {pick: score for pick, score in found.items() if pick in picks}
     return max(known, key=known.__getitem__) if known else next(iter(picks))
 
 
@@ -67,7 +61,7 @@ def spent(epsilon: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any], task: str, measure: str) -> str:
     found, digits = cells(result["runs"], task, measure), 2 if measure == "test_accuracy" else 3
-    best = {}
+    best: dict[tuple[str, str], Values] = {}
     for name in filter(None, (TASKS[task].base, task)):  # a task that extends another stands beside its methods
         here = found if name == task else cells(result["runs"], name, measure)
         best |= {key: picks[chosen(result, name, *key, picks)] for key, picks in here.items()}

@@ -75,12 +75,15 @@ class Task:
         other = {k: v for k, v in self.settings[setting].items() if k != "noise_multiplier"}
         return f"{self.methods[method].family} {other or ''}".strip()
 
+    def options(self, method: str, setting: str) -> Options:
+        """All that a pick, a seed and a device leave open."""
+        return {**self.common, **self.methods[method].options, **self.settings[setting]}
+
     def config(self, method: str, setting: str, pick: Pick, seed: int, device: str) -> TrainConfig:
         length, bound, momentum = pick
-        own = {**self.common, **self.methods[method].options, **self.settings[setting]}
         return TrainConfig(
-            **own, epsilon=None, delta=1e-5, max_grad_norm=bound, momentum=momentum, seed=seed, device=device,
-            lr=length / bound * (1 - momentum), evaluations=1,
+            **self.options(method, setting), epsilon=None, delta=1e-5, max_grad_norm=bound, momentum=momentum, seed=seed,
+            device=device, lr=length / bound * (1 - momentum), evaluations=1,
         )  # fmt: skip
 
 

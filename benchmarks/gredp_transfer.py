@@ -17,14 +17,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import math
-import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 import torch.nn.functional as F
+from resumable import Bench, Row, held_out
 from torch import Tensor, nn
 
 import erlangen.experiments.pretrain  # noqa: F401  (registers the halves)
@@ -42,12 +39,14 @@ from erlangen.data import Dataset, load
 from erlangen.experiments.gredp import AUTO_S, CLAIMED, SOUND, TABLE_2
 from erlangen.models import make_model, register_model
 from erlangen.training.config import TrainConfig
-from erlangen.training.ensemble import Ensemble
+from erlangen.training.device import pick_device
 
 WEIGHTS = "resnet18-cifar10-first-half"
 RECORDS, BATCH, STEPS, DELTA, MOMENTUM = 25_000, 500, 1500, 1e-5, 0.9
 #: ε → σ of 1,500 steps at q = 0.02, δ = 1e-5: of that ε (PLD), and of a plain Gaussian's claim of it (RDP)
 SIGMAS = {0.5: (5.5355, 6.0326), 1.0: (3.0162, 3.2627), 2.0: (1.7322, 1.8515)}
+#: what a file that does not say so was made with
+USUAL = {"steps": STEPS, "tune_steps": STEPS // 3, "weights": WEIGHTS, "records": None}
 #: lr·C/(1 − momentum); C is 1, because nearly every gradient is clipped
 LENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3)
 #: the head alone has 5,130 weights in place of millions, and noise of a twentieth the length
@@ -171,6 +170,10 @@ class Run:
         return [self.convolutions, self.method, self.epsilon, self.length, self.seed]
 
     @property
+    def given(self) -> Row:
+        return {"key": self.key}
+
+    @property
     def pair(self) -> str:
         """The runs that share initial weights and batches."""
         return f"{self.convolutions}Conv ε={self.epsilon:g} {self.seed}"
@@ -193,23 +196,17 @@ class Run:
         )  # fmt: skip
 
 
-class OutOfTime(Exception):
-    pass
+class Transfer(Bench[Run]):
+    again = "the same command goes on"
 
-
-class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.started = options, time.perf_counter()
-        os.environ["ERLANGEN_DATA"] = str(options.data)
-        self.result: dict[str, Any] = {"tuning": [], "runs": []}
-        if options.out.exists():
-            self.result = json.loads(options.out.read_text())
-        self.before = self.result.get("seconds", 0.0)
-        wanted = options.device
-        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+        super().__init__(options, resume=True)
+        self.device = pick_device(options.device)
         self.weights = None if options.weights == "none" else options.weights
-        self.graph = self.device == "cuda" and not options.no_graph
         self._features: dict[int, Dataset] = {}
+        made = {"steps": options.steps, "tune_steps": options.tune_steps, "weights": self.weights, "records": options.records}
+        fixed = {"batch": BATCH, "momentum": MOMENTUM, **{f"σ at ε={e:g}": sigmas for e, sigmas in SIGMAS.items()}}
+        self.results.hold({**made, **fixed}, unsaid=USUAL)
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -235,73 +232,17 @@ class Bench:
             ]
             self._features[convolutions] = replace(self.images, name="features", x_train=made[0], x_test=made[1])
         whole = self._features[convolutions]
-        if phase == "runs":
-            return whole
-        n = len(whole) - len(whole) // 12
-        x, y = whole.x_train, whole.y_train
-        return replace(whole, x_train=x[:n], y_train=y[:n], x_test=x[n:], y_test=y[n:])
+        return held_out(whole) if phase == "tuning" else whole
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def run(self, phase: str, runs: list[Run]) -> None:
-        """Train what is not known yet, a family at a time, and write it down."""
-        done = {json.dumps(row["key"]) for row in self.result[phase]}
-        left: dict[str, list[Run]] = {}
-        for each in runs:
-            if json.dumps(each.key) not in done:
-                left.setdefault(each.family, []).append(each)
-        for family, members in left.items():
-            for part in batched(members, self.options.members):
-                if time.perf_counter() - self.started > self.options.budget:
-                    raise OutOfTime
-                started = time.perf_counter()
-                ensemble = self.trained(part, phase)
-                trained = time.perf_counter() - started
-                self.keep(phase, part, ensemble.evaluate())
-                steps, whole = ensemble.config.steps, time.perf_counter() - started
-                del ensemble
-                gc.collect()
-                print(f"{phase} {family}: {len(part)} runs of {steps} steps in {trained:.1f} s, evaluated in "
-                      f"{whole - trained:.1f} s", flush=True)  # fmt: skip
-
-    def trained(self, runs: list[Run], phase: str) -> Ensemble:
-        """By replayed CUDA graphs; once a capture has failed, by single launches."""
+    def train(self, phase: str, trials: list[Run]) -> list[Row]:
         steps = self.options.tune_steps if phase == "tuning" else self.options.steps
-        data = self.dataset(runs[0].convolutions, phase)
-        configs = [r.config(self.weights, self.device, steps, min(BATCH, len(data) // 4)) for r in runs]
-        precision = torch.bfloat16 if self.device == "cuda" else None
-        while True:
-            ensemble = Ensemble(
-                configs, data, run_ids=[f"{phase} {r.pair}" for r in runs], precision=precision, graph=self.graph, positions=4
-            )
-            try:
-                ensemble.run()
-                if self.device == "cuda":
-                    torch.cuda.synchronize()
-                return ensemble
-            except RuntimeError as error:
-                if not self.graph:
-                    raise
-                print(f"CUDA graphs do not work here ({str(error)[:300]}); launching one by one", flush=True)
-                self.graph = False
-                del ensemble
-                gc.collect()
-                torch.cuda.empty_cache()
-
-    def keep(self, phase: str, runs: list[Run], scores: list[dict[str, float]]) -> None:
-        self.result[phase] += [{"key": r.key, **score} for r, score in zip(runs, scores, strict=True)]
-        self.save()
-
-    def save(self) -> None:
-        where = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
-        made, known = {"torch": torch.__version__, "device": where}, self.result.setdefault("versions", [])
-        if made not in known:
-            known.append(made)
-        self.result["seconds"] = self.before + time.perf_counter() - self.started
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.options.out.with_suffix(".new")
-        partial.write_text(json.dumps(self.result, indent=1) + "\n")
-        partial.replace(self.options.out)
+        data = self.dataset(trials[0].convolutions, phase)
+        configs = [r.config(self.weights, self.device, steps, min(BATCH, len(data) // 4)) for r in trials]
+        precision = torch.bfloat16 if self.device.startswith("cuda") else None
+        ids = [f"{phase} {r.pair}" for r in trials]
+        return self.together(configs, data, run_ids=ids, precision=precision, positions=4).evaluate()
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -317,32 +258,26 @@ class Bench:
 
     def measure(self, convolutions: int) -> None:
         self.run("runs", [
-            Run(convolutions, m, e, best(self.result, convolutions, m, e), seed)
+            Run(convolutions, m, e, best(self.results.content, convolutions, m, e), seed)
             for m in self.methods(convolutions) for e in SIGMAS for seed in range(self.options.seeds)
         ])  # fmt: skip
 
-    def main(self) -> None:
-        try:
-            if "public_accuracy" not in self.result:
-                self.result["public_accuracy"] = public_accuracy(self.images, self.weights, self.device)
-                print(f"public network: {100 * self.result['public_accuracy']:.2f} %", flush=True)
-            for convolutions in self.options.convolutions:
-                self.tune(convolutions)
-                self.measure(convolutions)
-        except OutOfTime:
-            print("out of time: the same command goes on")
-        self.save()
-        print(f"{len(self.result['tuning'])} trials, {len(self.result['runs'])} runs, {self.result['seconds']:.0f} s")
+    def work(self) -> None:
+        content = self.results.content
+        if "public_accuracy" not in content:
+            content["public_accuracy"] = public_accuracy(self.images, self.weights, self.device)
+            print(f"public network: {100 * content['public_accuracy']:.2f} %", flush=True)
+        for convolutions in self.options.convolutions:
+            self.tune(convolutions)
+            self.measure(convolutions)
+
+    def finish(self) -> None:
+        super().finish()
+        tuning, runs = (len(self.results.rows(phase)) for phase in self.phases)
+        print(f"{tuning} trials, {runs} runs, {self.results.content['seconds']:.0f} s")
 
 
-def batched(items: list[Run], size: int) -> Iterator[list[Run]]:
-    """Parts of nearly equal length, none above ``size``."""
-    parts = math.ceil(len(items) / size)
-    for k in range(parts):
-        yield items[k * len(items) // parts : (k + 1) * len(items) // parts]
-
-
-def best(result: dict[str, Any], convolutions: int, method: str, epsilon: float) -> float:
+def best(result: Row, convolutions: int, method: str, epsilon: float) -> float:
     """The step length with the best held-out accuracy; the shorter one of equals."""
     tried = [row for row in result["tuning"] if row["key"][:3] == [convolutions, method, epsilon]]
     return float(max(tried, key=lambda row: (row["test_accuracy"], -row["key"][3]))["key"][3])
@@ -370,7 +305,7 @@ def true_epsilon(method: str, epsilon: float) -> tuple[float, float]:
     return spent([(event, STEPS)], DELTA, "pld"), spent([(event, STEPS)], DELTA, "rdp")
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Row) -> str:
     """Markdown: mean and deviation over seeds, and paired differences to DP-SGD of the same setting.
 
     A star marks a step length at the edge of those that were tried.
@@ -381,8 +316,9 @@ def table(result: dict[str, Any]) -> str:
     lengths: dict[tuple[int, float, str], float] = {}
     for row in result["runs"]:
         k, method, e, length, seed = row["key"]
-        found.setdefault((k, e, method), {})[seed] = 100 * row["test_accuracy"]
-        lengths[k, e, method] = length
+        if length == best(result, k, method, e):  # more trials may have moved it since
+            found.setdefault((k, e, method), {})[seed] = 100 * row["test_accuracy"]
+            lengths[k, e, method] = length
     lines = [
         f"Public network alone: {100 * result['public_accuracy']:.2f} %.", "",
         "| trains | ε | method | true ε (PLD / RDP) | step length | test accuracy, % | − DP-SGD | paper |",
@@ -418,8 +354,8 @@ def main() -> None:
     parser.add_argument("--convolutions", type=int, nargs="+", default=[1, 0, 2], choices=[0, 1, 2])
     parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--tune-steps", type=int, default=STEPS // 3)
+    parser.add_argument("--steps", type=int, default=USUAL["steps"])
+    parser.add_argument("--tune-steps", type=int, default=USUAL["tune_steps"])
     parser.add_argument("--members", type=int, default=48, help="runs trained at once")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no ensemble is started")
     parser.add_argument("--records", type=int, help="only so many of each set, to see that it runs")
@@ -429,7 +365,7 @@ def main() -> None:
     if options.table:
         print(table(json.loads(options.out.read_text())))
     else:
-        Bench(options).main()
+        Transfer(options).main()
 
 
 if __name__ == "__main__":

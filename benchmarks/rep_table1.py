@@ -1,7 +1,7 @@
 """ISO, SHUFFLE and REP on rotated MNIST at five noise levels, many seeds at once (REP paper, Table 1 and Figures 1, 2).
 
     python benchmarks/rep_table1.py --data FOLDER --out table1.json --tune --budget 1100
-    python benchmarks/rep_table1.py --data FOLDER --out table1.json --resume          # goes on where it stopped
+    python benchmarks/rep_table1.py --data FOLDER --out table1.json --tune --budget 1100 --resume     # goes on
 
 FOLDER holds mnist.npz (or fashion_mnist.npz). Learning rate and clipping bound are tuned on a split of the *training*
 set, with the same grid for every mechanism, at one noise level; then every cell is trained on all of it and the test
@@ -11,21 +11,23 @@ set is read once. Needs torch and numpy; ε is left out where dp_accounting is n
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
-import json
 import math
-import os
 import statistics
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from resumable import Bench, OutOfTime, Row, held_out
 
-from erlangen.data import Dataset, load
+from erlangen.data import load
+from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
 
@@ -76,29 +78,48 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class OutOfTime(Exception):
-    pass
+@dataclass(frozen=True)
+class Cell:
+    """One run; of a trial the seed is 1000 or more."""
+
+    mechanism: str
+    sigma: float
+    seed: int
+    lr: float
+    clip: float
+    steps: int
+
+    #: one network: all of them train together
+    family = "c8-cnn"
+
+    @property
+    def given(self) -> Row:
+        return asdict(self)
 
 
-class Bench:
+#: options that neither a row nor its name says
+COMMON = ("dataset", "batch", "momentum", "ema", "schedule", "metric", "power", "fields", "head_pool", "precision")
+
+
+class Table1(Bench[Cell]):
+    phases: ClassVar = {"runs": ("sigma", "mechanism", "seed"), "tuning": ("mechanism", "lr", "clip", "seed")}
+
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.started = options, time.perf_counter()
-        os.environ["ERLANGEN_DATA"] = str(options.data)
+        super().__init__(options, options.resume)
+        settings = {k: str(v) for k, v in vars(options).items()}
+        self.results.hold({k: settings[k] for k in COMMON}, unsaid=self.results.content.get("settings", {}))
+        self.results.content["settings"] = settings
         self.dataset = load(options.dataset)
         self.mechanisms = options.mechanisms.split(",")
-        previous = options.resume and options.out.exists()
-        self.result: dict[str, Any] = json.loads(options.out.read_text()) if previous else {"runs": [], "tuning": []}
-        self.before = self.result.get("seconds", 0.0)
-        self.result["settings"] = {k: str(v) for k, v in vars(options).items()}
         self.paused = options.out.with_suffix(".pt")
-        self.graph = not options.no_graph and self.graph_works()
-        self.costs: dict[float, dict[str, float] | None] = {}
+        self.graph = self.graph and self.graph_works()
+        self.costs: dict[tuple[str, float], dict[str, float] | None] = {}
 
     def graph_works(self) -> bool:
         """A few steps without noise, replayed and launched one by one, must give the same weights."""
         if not torch.cuda.is_available() or self.options.device == "cpu":
             return False
-        configs = [self.config(m, 0.0, seed, 0.1, 1.0, 24) for seed, m in enumerate(ORDER)]
+        configs = [self.config(Cell(m, 0.0, seed, 0.1, 1.0, 24)) for seed, m in enumerate(ORDER)]
         try:
             pair = [Ensemble(configs, self.dataset, graph=graph, rows=64) for graph in (True, False)]
             for ensemble in pair:
@@ -110,30 +131,29 @@ class Bench:
         print(f"CUDA graph against single launches: weights differ by {gap:.1e} after 24 steps")
         return gap < 1e-2
 
-    def config(self, mechanism: str, sigma: float, seed: int, lr: float, clip: float, steps: int) -> TrainConfig:
+    def config(self, cell: Cell) -> TrainConfig:
         o = self.options
-        facts: dict[str, Any] = {} if mechanism == "iso" else {"metric": o.metric, "power": o.power}
-        if mechanism == "shuffle":
-            facts["seed"] = seed
+        facts: dict[str, Any] = {} if cell.mechanism == "iso" else {"metric": o.metric, "power": o.power}
+        if cell.mechanism == "shuffle":
+            facts["seed"] = cell.seed
         counts = tuple(int(n) for n in o.fields.split(","))
         return TrainConfig(
             data=o.dataset, model="c8-cnn", model_options={"field_counts": counts, "head_pool": o.head_pool},
-            mechanism=mechanism, mechanism_options=facts, max_grad_norm=clip, epsilon=None, noise_multiplier=sigma,
-            delta=1e-5, batch=o.batch, steps=steps, lr=lr, momentum=o.momentum, ema=o.ema, schedule=o.schedule,
-            seed=seed, device=o.device,
+            mechanism=cell.mechanism, mechanism_options=facts, max_grad_norm=cell.clip, epsilon=None,
+            noise_multiplier=cell.sigma, delta=1e-5, batch=o.batch, steps=cell.steps, lr=cell.lr, momentum=o.momentum,
+            ema=o.ema, schedule=o.schedule, seed=cell.seed, device=o.device,
         )  # fmt: skip
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def left(self) -> float:
-        return self.options.budget - (time.perf_counter() - self.started)
-
-    def run(self, configs: list[TrainConfig], dataset: Dataset) -> list[dict[str, Any]]:
-        """Train all of them at once; out of time, the state is kept in a file beside the results."""
-        precision = torch.bfloat16 if self.options.precision == "bf16" else None
+    def train(self, phase: str, trials: list[Cell]) -> list[Row]:
+        """All of them at once; out of time, the state is kept in a file beside the results."""
+        configs = [self.config(cell) for cell in trials]
         # members with the same seed share their first weights and their batches: comparisons are paired
-        ids = [f"seed{c.seed}" for c in configs]
-        ensemble = Ensemble(configs, dataset, run_ids=ids, precision=precision, graph=self.graph)
+        ensemble = Ensemble(
+            configs, held_out(self.dataset) if phase == "tuning" else self.dataset, graph=self.graph,
+            run_ids=[f"seed{c.seed}" for c in configs], precision=torch.bfloat16 if self.options.precision == "bf16" else None,
+        )  # fmt: skip
         key = [c.to_json() for c in configs]
         if self.options.resume and self.paused.exists():
             saved = torch.load(self.paused, map_location=ensemble.device, weights_only=False)
@@ -142,101 +162,71 @@ class Bench:
                 ensemble.load_state_dict(saved["state"])
         started, first = time.perf_counter(), ensemble.step_count
         while ensemble.step_count < ensemble.config.steps:
-            if self.left() < 5:
-                torch.save({"key": key, "state": ensemble.state_dict()}, self.paused)
+            if self.budget.left() < 5:
+                buffer = io.BytesIO()
+                torch.save({"key": key, "state": ensemble.state_dict()}, buffer)
+                write_atomically(self.paused, buffer.getvalue())
                 raise OutOfTime
             ensemble.run(512)
             if ensemble.device.type == "cuda":
                 torch.cuda.synchronize()
-            done = ensemble.step_count - first
-            each = (time.perf_counter() - started) / done
+            each = (time.perf_counter() - started) / (ensemble.step_count - first)
             print(f"\r{len(configs)} runs: step {ensemble.step_count}, {1e3 * each:.2f} ms a step", end="", flush=True)
         print()
         self.paused.unlink(missing_ok=True)
-        scores = ensemble.evaluate()
-        return [self.row(c, s, ensemble, k) for k, (c, s) in enumerate(zip(configs, scores, strict=True))]
+        return [
+            {"epsilon": self.cost(phase, ensemble, k), "delta": configs[k].delta, **scores}
+            for k, scores in enumerate(ensemble.evaluate())
+        ]
 
-    def row(self, config: TrainConfig, scores: dict[str, float], ensemble: Ensemble, member: int) -> dict[str, Any]:
-        sigma = config.noise_multiplier
+    def cost(self, phase: str, ensemble: Ensemble, member: int) -> dict[str, float] | None:
+        """ε by both accountants, once per noise level: the held-out records change the sampling rate, the seed does not."""
+        sigma = ensemble.configs[member].noise_multiplier
         assert sigma is not None
-        if sigma not in self.costs:
+        if (phase, sigma) not in self.costs:
             try:
-                self.costs[sigma] = {m: ensemble.epsilon(member, m) for m in ("rdp", "pld")}
+                self.costs[phase, sigma] = {m: ensemble.epsilon(member, m) for m in ("rdp", "pld")}
             except ImportError:
-                self.costs[sigma] = None
-        return {
-            "mechanism": config.mechanism, "sigma": sigma, "seed": config.seed, "lr": config.lr,
-            "clip": config.max_grad_norm, "steps": config.steps, "epsilon": self.costs[sigma], "delta": config.delta,
-            **scores,
-        }  # fmt: skip
+                self.costs[phase, sigma] = None
+        return self.costs[phase, sigma]
 
-    def save(self) -> None:
-        self.result["seconds"] = self.before + time.perf_counter() - self.started
-        self.result["table"] = table(self.result["runs"])
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        self.options.out.write_text(json.dumps(self.result, indent=1) + "\n")
+    def summary(self, content: Row) -> Row:
+        return {"table": table(content["runs"])}
 
     # -- the two phases -------------------------------------------------------------------------------------------
-
-    def split(self) -> Dataset:
-        """The training set without its last twelfth, which stands in for the test set."""
-        d, held = self.dataset, len(self.dataset) // 12
-        return Dataset(d.name, d.x_train[:-held], d.y_train[:-held], d.x_train[-held:], d.y_train[-held:], d.classes)
 
     def tune(self) -> dict[str, tuple[float, float]]:
         """The learning rate and clip of every mechanism with the best accuracy on held-out *training* records."""
         o = self.options
-        rows = self.result["tuning"]
-        done = {(r["mechanism"], r["lr"], r["clip"], r["seed"]) for r in rows}
-        grid = itertools.product(self.mechanisms, o.lr, o.clip, range(1000, 1000 + o.tune_seeds))
-        steps = o.tune_steps or o.steps
-        configs = [self.config(m, o.tune_sigma, s, lr, c, steps) for m, lr, c, s in grid if (m, lr, c, s) not in done]
-        for part in batched(configs, o.members):
-            rows += self.run(part, self.split())
-            self.costs.clear()  # the split has another size
-            self.save()
+        seeds, steps = range(1000, 1000 + o.tune_seeds), o.tune_steps or o.steps
+        grid = itertools.product(self.mechanisms, o.lr, o.clip, seeds)
+        self.run("tuning", [Cell(m, o.tune_sigma, seed, lr, clip, steps) for m, lr, clip, seed in grid])
+        rows = self.results.rows("tuning")
 
         def mean(m: str, lr: float, c: float) -> float:
             return statistics.fmean(
                 r["test_accuracy"] for r in rows if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, c)
             )
 
-        best = {}
+        best: dict[str, tuple[float, float]] = {}
         for m in self.mechanisms:
-            trials = [(mean(m, lr, c), lr, c) for lr in o.lr for c in o.clip]
-            best[m] = max(trials, key=lambda trial: trial[0])[1:]
-        for m, (lr, clip) in best.items():
+            lr, clip = best[m] = max(itertools.product(o.lr, o.clip), key=lambda pick: mean(m, *pick))
             print(f"{m}: lr {lr}, clip {clip}, held-out accuracy {100 * mean(m, lr, clip):.2f}")
         return best
 
-    def cells(self, best: dict[str, tuple[float, float]]) -> list[TrainConfig]:
-        o, done = self.options, {(r["sigma"], r["mechanism"], r["seed"]) for r in self.result["runs"]}
-        wanted = [
-            self.config(m, sigma, seed, *best[m], o.steps)
-            for sigma in o.sigmas
-            for seed in range(o.many_seeds if sigma in o.many else o.seeds)
-            for m in self.mechanisms
-        ]
-        return [c for c in wanted if (c.noise_multiplier, c.mechanism, c.seed) not in done]
-
-    def main(self) -> None:
+    def work(self) -> None:
         o = self.options
-        try:
-            best = self.tune() if o.tune else {m: (o.lr[0], o.clip[0]) for m in self.mechanisms}
-            for part in [] if o.tune_only else batched(self.cells(best), o.members):
-                self.result["runs"] += self.run(part, self.dataset)
-                self.save()
-        except OutOfTime:
-            print("\nout of time: run again with --resume")
-        self.save()
-        show(self.result["table"])
+        best = self.tune() if o.tune else dict.fromkeys(self.mechanisms, (o.lr[0], o.clip[0]))
+        if not o.tune_only:
+            self.run("runs", [
+                Cell(m, sigma, seed, lr, clip, o.steps)
+                for sigma in o.sigmas for seed in range(o.many_seeds if sigma in o.many else o.seeds)
+                for m, (lr, clip) in best.items()
+            ])  # fmt: skip
 
-
-def batched(items: list[TrainConfig], size: int) -> list[list[TrainConfig]]:
-    """Parts of nearly equal length, none above ``size``."""
-    parts = math.ceil(len(items) / size) if items else 0
-    ends = [round(k * len(items) / parts) for k in range(parts + 1)] if parts else []
-    return [items[a:b] for a, b in itertools.pairwise(ends)]
+    def finish(self) -> None:
+        super().finish()
+        show(self.results.content["table"])
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -273,4 +263,4 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    Bench(arguments()).main()
+    Table1(arguments()).main()

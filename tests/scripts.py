@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(FOLDER))  # they import each other
 
 
 def script(name: str) -> ModuleType:

@@ -66,9 +66,9 @@ def test_equal_bounds_make_one_run_of_global_and_local(study):
 def test_a_study_continues_where_it_stopped(study):
     finish(study, study.tasks()[:5])
     with pytest.raises(SystemExit, match="--resume"):
-        front.Study(argparse.Namespace(json=study.path, resume=False, data="digits", methods="iso", seeds=1, steps=2,
+        front.Study(argparse.Namespace(json=study.results.path, resume=False, data="digits", methods="iso", seeds=1, steps=2,
                                        device="cpu", iso_device="cpu"))  # fmt: skip
-    known = {front._key(r) for r in json.loads(study.path.read_text())["rows"]}
+    known = {front.named(r, front.KNOWN_BY) for r in json.loads(study.results.path.read_text())["rows"]}
     assert not known & {t.key for t in study.tasks()}
     study.failed.add(study.tasks()[0].key)
     assert len(study.tasks()) == 18 - 5 - 1

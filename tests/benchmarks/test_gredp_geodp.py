@@ -81,9 +81,9 @@ def data(monkeypatch):
 
 
 def test_what_stopped_goes_on_and_nothing_runs_twice(tmp_path, data, capsys):
-    bench.Bench(options(tmp_path, budget=0.0)).main()
+    bench.Tables(options(tmp_path, budget=0.0)).main()
     assert "out of time" in capsys.readouterr().out
-    bench.Bench(options(tmp_path)).main()
+    bench.Tables(options(tmp_path)).main()
     first = json.loads((tmp_path / "out.json").read_text())
     keys = [json.dumps(row["key"]) for row in first["runs"]]
     assert len(set(keys)) == len(keys)
@@ -92,7 +92,7 @@ def test_what_stopped_goes_on_and_nothing_runs_twice(tmp_path, data, capsys):
     assert {(r["method"], r["setting"]) for r in first["table"]} == {
         (m, s) for m in task.methods for s in task.settings
     }
-    bench.Bench(options(tmp_path)).main()
+    bench.Tables(options(tmp_path)).main()
     assert json.loads((tmp_path / "out.json").read_text())["runs"] == first["runs"]
 
 
@@ -177,7 +177,7 @@ def companions(tmp_path: Path, rows: list[dict], methods: list[str], **changes) 
     source = tmp_path / "base.json"
     source.write_text(json.dumps({"tuning": rows, "runs": []}))
     what = {"tasks": ["geodp-table2-companions"], "methods": methods, "picks": source, "seeds": 1}
-    bench.Bench(options(tmp_path, **{**what, **changes})).main()
+    bench.Tables(options(tmp_path, **{**what, **changes})).main()
     return [row["key"] for row in json.loads((tmp_path / "out.json").read_text())["runs"]]
 
 

@@ -83,23 +83,23 @@ def test_trials_then_runs_and_the_same_command_goes_on(
         bench, "METHODS", {m: bench.METHODS[m] for m in ("DP-SGD", "Spectral-DP", "GReDP as published, circulant")}
     )
     monkeypatch.setattr(bench, "SIGMAS", {1.0: bench.SIGMAS[1.0]})
-    bench.Bench(options(tmp_path, budget=-1.0)).main()
+    bench.Transfer(options(tmp_path, budget=-1.0)).main()
     assert "out of time" in capsys.readouterr().out
-    bench.Bench(options(tmp_path)).main()
+    bench.Transfer(options(tmp_path)).main()
     result = json.loads((tmp_path / "out.json").read_text())
     assert len(result["tuning"]) == 2 * (1 + 3)
     assert len(result["runs"]) == 2 * (1 + 3)
     assert {row["key"][3] for row in result["runs"]} <= {0.01, 0.1, 1.0}
     capsys.readouterr()
-    bench.Bench(options(tmp_path)).main()
-    assert "runs of" not in capsys.readouterr().out, "nothing is trained twice"
+    bench.Transfer(options(tmp_path)).main()
+    assert "runs in" not in capsys.readouterr().out, "nothing is trained twice"
     table = bench.table(result)
     assert len(table.splitlines()) == 4 + 4
     assert "| 1Conv | 1 | GReDP as published, circulant | 1.38 / 1.51 |" in table
 
 
 def test_tuning_never_sees_the_test_set_and_the_best_trial_counts() -> None:
-    made = bench.Bench.__new__(bench.Bench)
+    made = bench.Transfer.__new__(bench.Transfer)
     whole = dataclasses.replace(images(36), x_test=np.full((12, 1), 7.0), x_train=np.zeros((36, 1)))
     made._features = {1: whole}
     held = made.dataset(1, "tuning")
