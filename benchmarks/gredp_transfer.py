@@ -204,7 +204,7 @@ class Transfer(Bench[Run]):
         self.device = pick_device(options.device)
         self.weights = None if options.weights == "none" else options.weights
         self._features: dict[int, Dataset] = {}
-        made = {"steps": options.steps, "tune_steps": options.tune_steps, "weights": self.weights, "records": options.records}
+        made = {"weights": self.weights, **{name: getattr(options, name) for name in ("steps", "tune_steps", "records")}}
         fixed = {"batch": BATCH, "momentum": MOMENTUM, **{f"σ at ε={e:g}": sigmas for e, sigmas in SIGMAS.items()}}
         self.results.hold({**made, **fixed}, unsaid=USUAL)
 

@@ -36,6 +36,8 @@ PAPER = {
     0.6: (89.9, 89.7, 89.9),
 }  # fmt: skip
 ORDER = ("iso", "shuffle", "rep")
+#: steps between two looks at the clock
+CHUNK = 512
 
 
 def numbers(text: str) -> list[float]:
@@ -167,7 +169,7 @@ class Table1(Bench[Cell]):
                 torch.save({"key": key, "state": ensemble.state_dict()}, buffer)
                 write_atomically(self.paused, buffer.getvalue())
                 raise OutOfTime
-            ensemble.run(512)
+            ensemble.run(CHUNK)
             if ensemble.device.type == "cuda":
                 torch.cuda.synchronize()
             each = (time.perf_counter() - started) / (ensemble.step_count - first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -94,6 +95,17 @@ def test_what_stopped_goes_on_and_nothing_runs_twice(tmp_path, data, capsys):
     }
     bench.Tables(options(tmp_path)).main()
     assert json.loads((tmp_path / "out.json").read_text())["runs"] == first["runs"]
+
+
+def test_runs_of_other_conditions_are_not_mixed(tmp_path, data, monkeypatch):
+    name = "geodp-fig5c-noiseless"
+    bench.Tables(options(tmp_path, tasks=[name], seeds=1)).main()
+    with pytest.raises(SystemExit, match="rows with steps = 1, and now it is 0"):
+        bench.Tables(options(tmp_path, steps=0))
+    changed = dataclasses.replace(tasks.TASKS[name], common={**tasks.TASKS[name].common, "ema": 0.9})
+    monkeypatch.setitem(tasks.TASKS, name, changed)
+    with pytest.raises(SystemExit, match=rf"{name} \| σ=0 \| DP = .*'ema': 0.0.* now it is .*'ema': 0.9"):
+        bench.Tables(options(tmp_path, tasks=[name])).main()
 
 
 def test_tuning_never_sees_the_test_set(data):

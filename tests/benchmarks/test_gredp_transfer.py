@@ -96,6 +96,18 @@ def test_trials_then_runs_and_the_same_command_goes_on(
     table = bench.table(result)
     assert len(table.splitlines()) == 4 + 4
     assert "| 1Conv | 1 | GReDP as published, circulant | 1.38 / 1.51 |" in table
+    with pytest.raises(SystemExit, match="rows with tune_steps = 1, and now it is 2"):
+        bench.Transfer(options(tmp_path, tune_steps=2))
+
+
+def test_a_table_has_the_runs_of_the_best_length_alone() -> None:
+    """More trials on a file may move the best: what was run before is not averaged with what is run now."""
+    tuning = [{"key": [0, "DP-SGD", 1.0, length, 1000], "test_accuracy": length} for length in (0.1, 0.3)]
+    runs = [
+        {"key": [0, "DP-SGD", 1.0, length, seed], "test_accuracy": 1 - length} for length, seed in ((0.3, 0), (0.1, 1))
+    ]
+    *_, row = bench.table({"public_accuracy": 0.5, "tuning": tuning, "runs": runs}).splitlines()
+    assert "| 0.3* | 70.00 (1) |" in row
 
 
 def test_tuning_never_sees_the_test_set_and_the_best_trial_counts() -> None:
