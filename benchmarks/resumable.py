@@ -189,7 +189,7 @@ class Bench(ABC, Generic[T]):
                 self.budget.check()
                 started = time.perf_counter()
                 self.keep(phase, part, self.train(phase, part))
-                gc.collect()  # layers know their stack and the stack its layers: only the collector frees them
+                gc.collect()  # memory comes back before the next ensemble asks for it
                 print(f"{phase} {family}: {len(part)} runs in {time.perf_counter() - started:.1f} s", flush=True)
 
     def keep(self, phase: str, trials: Sequence[T], scores: Sequence[Row]) -> None:

@@ -29,7 +29,6 @@ from erlangen.equivariant import (
     trivial_fields,
 )
 from erlangen.models import register_model
-from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
@@ -37,6 +36,7 @@ from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_si
 from erlangen.training.session import Session
 from erlangen.training.stacked import Stack
 from tests.gradients.reference import one_by_one
+from tests.training.members import like_sessions, trained_alike
 
 CONFIG = TrainConfig(
     data="toy", model="c8-cnn", model_options={"field_counts": (1, 2), "kernel_size": 3}, epsilon=None,
@@ -60,31 +60,13 @@ def members(**changes) -> list[TrainConfig]:
     ]
 
 
-def session_draws(config: TrainConfig, run_id: str, records: int):
-    sampler = PoissonSampler(records, config.batch, config.seed, run_id)
-    return lambda steps: [sampler.draw().numpy() for _ in range(steps)]
-
-
-def like_sessions(configs, dataset, **options) -> Ensemble:
-    ids = [f"member-{k}" for k in range(len(configs))]
-    draws = [session_draws(c, i, len(dataset)) for c, i in zip(configs, ids, strict=True)]
-    return Ensemble(configs, dataset, run_ids=ids, draws=draws, **options)
-
-
 @pytest.mark.parametrize("rows", [None, 5])
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_without_noise_every_member_is_its_session(rows, schedule):
     """Also where batches overflow the static size and a step takes several passes."""
     data, configs = toy(), members(schedule=schedule)
-    ensemble = like_sessions(configs, data, rows=rows)
-    ensemble.run()
-    for k, config in enumerate(configs):
-        session = Session(config, data, run_id=f"member-{k}")
-        for _ in range(config.steps):
-            session.step()
-        last = session.model.state_dict()
-        for name, value in ensemble.stack.state_dict(k).items():
-            torch.testing.assert_close(value, last[name], rtol=1e-4, atol=1e-5)
+    ensemble, sessions = trained_alike(configs, data, rtol=1e-4, atol=1e-5, rows=rows)
+    for k, session in enumerate(sessions):
         for name, value in ensemble.stack.state_dict(k, ensemble.average).items():
             torch.testing.assert_close(value, session.weights()[name], rtol=1e-4, atol=1e-5)
         for name, value in session.evaluate().items():
@@ -379,15 +361,7 @@ def test_without_noise_every_family_is_its_session(family):
     data = toy()
     base = dataclasses.replace(CONFIG, model="cnn", model_options={"width": 8}, lr=0.2)
     configs = [dataclasses.replace(base, seed=k, **change) for k, change in enumerate(FAMILIES[family])]
-    ensemble = like_sessions(configs, data, rows=9)
-    ensemble.run()
-    for k, config in enumerate(configs):
-        session = Session(config, data, run_id=f"member-{k}")
-        for _ in range(config.steps):
-            session.step()
-        last = session.model.state_dict()
-        for name, value in ensemble.stack.state_dict(k).items():
-            torch.testing.assert_close(value, last[name], rtol=1e-3, atol=2e-5)
+    trained_alike(configs, data, rtol=1e-3, atol=2e-5, rows=9)
 
 
 @pytest.mark.parametrize(

@@ -1,103 +1,21 @@
-"""Recorded parts: what is replayed adds what the ordinary part adds, and what cannot be recorded is refused.
-
-`Tape` stands in for a CUDA graph on any machine, and as strictly: it keeps the operations of one pass with the very tensors
-they worked on, and repeats those, whatever Python would do by then.
-"""
+"""Recorded parts: what is replayed adds what the ordinary part adds, and what cannot be recorded is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from erlangen.data import load
-from erlangen.models import register_model
-from erlangen.training import TrainConfig
-from erlangen.training.graphs import CudaRecorder, PartGraph, Unrecordable, Watch, unchanged
+from erlangen.training.graphs import PartGraph, Unrecordable, Watch, unchanged
 from erlangen.training.session import Session
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-BASE = TrainConfig(
-    model="cnn", steps=8, batch=48, seed=0, pad=True, noise_multiplier=1.0, epsilon=None, lr=0.5, device="cpu"
-)
-
-DIGITS = load("digits")
-LARGE = dataclasses.replace(DIGITS, x_train=DIGITS.x_train.repeat(3, 2).repeat(3, 3), x_test=None, y_test=None)
-
-
-class Kept(TorchDispatchMode):
-    """Every operation, with the tensors it was given and the ones it made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        alias = lambda t: t.detach() if isinstance(t, Tensor) else t  # noqa: E731  (autograd reshapes some in place)
-        self.calls.append((func, *pytree.tree_map(alias, (args, kwargs or {}, out))))
-        return out
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for func, args, kwargs, kept in self.calls:
-            given = {
-                t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-            }
-            made = func(*args, **kwargs)
-            for old, new in zip(pytree.tree_leaves(kept), pytree.tree_leaves(made), strict=True):
-                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
-                    old.copy_(new)
-
-
-def kept(part: Callable[[], None]) -> Callable[[], None]:
-    """Record as a CUDA graph would."""
-    mode = Kept()
-    with mode:
-        part()
-    return mode.replay
-
-
-def session(config: TrainConfig = BASE, recorder: Any = None, **changes: Any) -> Session:
-    config = dataclasses.replace(config, **changes)
-    made = Session(config, LARGE if config.model == "lenet" else DIGITS)
-    if recorder is not None:
-        made.graph = PartGraph(made, recorder)
-    return made
-
-
-def run(made: Session, steps: int = 5) -> Session:
-    for _ in range(steps):
-        made.step()
-    return made
-
-
-def flat(made: Session) -> Tensor:
-    return torch.cat([t.flatten() for t in made.weights().values()])
-
-
-def alike(one: Session, other: Session) -> bool:
-    """The same weights up to rounding: libraries may add in another order where a tensor lies elsewhere."""
-    near = 1e-2 if one.halved else 1e-5
-    return torch.allclose(flat(one), flat(other), rtol=near, atol=near)
-
-
-@contextmanager
-def model_named(build: Callable[[], nn.Module]):
-    register_model("recorded", lambda input_shape, classes: build())
-    yield {"model": "recorded"}
+from tests.training.recordings import BASE, DIGITS, Counts, Kept, alike, dropping, flat, kept, model_named, run, session
 
 
 @pytest.mark.parametrize("changes", [
@@ -210,10 +128,6 @@ def test_secure_noise_is_drawn_outside():
 # -- random layers --------------------------------------------------------------------------------------------------
 
 
-def dropping() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10))
-
-
 class Raw(nn.Module):
     """Parameters without a rule: the functional fallback, with a random layer inside."""
 
@@ -308,16 +222,6 @@ def test_the_bound_may_not_move_between_parts_and_noise():
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.calls = nn.Linear(64, 10), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.inner(x.flatten(1))
 
 
 class Rolls(Counts):
@@ -439,102 +343,3 @@ def test_numbers_that_the_host_draws_are_noticed():
         model(torch.ones(1, 2))
     with pytest.raises(Unrecordable, match="random numbers"), unchanged(model, torch.device("cuda")):
         torch.rand(1)
-
-
-# -- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-def lenet_pair(**changes: Any) -> tuple[Session, Session]:
-    options = {"model": "lenet", "batch": 256, "steps": 200, "device": "cuda", "precision": "float32", **changes}
-    plain, recorded = (session(graph=graph, **options) for graph in (False, True))
-    return plain, recorded
-
-
-@cuda
-@pytest.mark.parametrize("changes", [
-    {}, {"max_physical_batch": 64}, {"views": 2, "augment": "shift"}, {"precision": "bf16"}, {"model": "cnn"}, {"model": "c8-tiny"},
-], ids=str)  # fmt: skip
-def test_a_cuda_graph_gives_the_weights_of_ordinary_parts(changes):
-    plain, recorded = (run(made, 20) for made in lenet_pair(noise_multiplier=0.0, lr=0.05, **changes))
-    assert recorded.graph.reason is None
-    near = 1e-2 if changes.get("precision") == "bf16" else 1e-5
-    torch.testing.assert_close(flat(recorded), flat(plain), rtol=near, atol=near)
-    assert recorded.accountant.steps == plain.accountant.steps == 20
-
-
-@cuda
-def test_a_cuda_graph_costs_the_same_privacy_and_draws_the_same_noise():
-    plain, recorded = (run(made, 20) for made in lenet_pair())
-    assert recorded.graph.reason is None
-    assert recorded.epsilon() == plain.epsilon()
-    torch.testing.assert_close(flat(recorded), flat(plain), rtol=1e-3, atol=1e-4)
-
-
-@cuda
-def test_dropout_in_a_cuda_graph_is_drawn_anew():
-    with model_named(dropping) as name:
-        plain, recorded = (run(session(graph=g, device="cuda", precision="float32", **name), 5) for g in (False, True))
-        assert recorded.graph.reason is None
-        torch.testing.assert_close(flat(recorded), flat(plain), rtol=1e-3, atol=1e-4)
-
-
-@cuda
-@pytest.mark.parametrize("changes", [{}, {"views": 2, "augment": "shift"}, {"max_physical_batch": 64}], ids=str)
-def test_the_host_never_waits_inside_a_step(changes):
-    for made in lenet_pair(**changes):
-        run(made, 3)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            run(made, 3)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@cuda
-def test_memory_does_not_grow_and_replays_are_faster():
-    times = {}
-    for made in lenet_pair():
-        run(made, 5)
-        torch.cuda.synchronize()
-        held, begin = torch.cuda.memory_allocated(), time.perf_counter()
-        run(made, 50)
-        torch.cuda.synchronize()
-        times[made.config.graph] = (time.perf_counter() - begin) / 50
-        assert torch.cuda.memory_allocated() <= held + 2**20
-    print(f"LeNet, B = 256: {1e3 * times[False]:.2f} ms a step, {1e3 * times[True]:.2f} ms with a graph")
-    assert times[True] < times[False]
-
-
-@cuda
-def test_a_look_at_the_device_is_refused():
-    class Looks(Counts):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.flatten(1)
-            return self.inner(x) if bool(x.isfinite().any()) else self.inner(2 * x)
-
-    with model_named(Looks) as name:
-        made = session(graph=True, device="cuda", **name)
-        with pytest.warns(UserWarning, match="host read"):
-            run(made, 2)
-        assert made.accountant.steps == 2
-
-
-@cuda
-def test_a_recording_keeps_what_it_reads():
-    total = torch.zeros((), device="cuda")
-
-    def recorded() -> Callable[[], None]:
-        x = torch.ones(1 << 20, device="cuda")
-
-        def part() -> None:
-            total.add_(x.sum())
-
-        part()
-        return CudaRecorder(torch.device("cuda"))(part)
-
-    replay = recorded()
-    others = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(4)]  # where x was, if it was given back
-    total.zero_()
-    replay()
-    assert total == 1 << 20
-    del others

@@ -16,11 +16,10 @@ from erlangen.models import register_model
 from erlangen.training import stacked_positions
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
-from erlangen.training.session import Session
 from erlangen.training.stacked import Stack
 from erlangen.training.stacked_positions import TEN_BITS, Blocks, Positions
 from erlangen.training.stacked_rows import Formed
-from tests.training.test_ensemble import like_sessions
+from tests.training.members import trained_alike
 
 
 def small(circulant: int | None = None) -> nn.Module:
@@ -192,16 +191,7 @@ def test_without_noise_members_are_their_sessions(circulant: int | None) -> None
         lr=0.3, momentum=0.5, ema=0.9, max_grad_norm=0.3, device="cpu",
     )  # fmt: skip
     configs = [dataclasses.replace(base, seed=k, **change) for k, change in enumerate(FAMILY)]
-    data = records()
-    ensemble = like_sessions(configs, data, rows=9, positions=4)
-    ensemble.run()
-    for k, config in enumerate(configs):
-        session = Session(config, data, run_id=f"member-{k}")
-        for _ in range(config.steps):
-            session.step()
-        last = session.model.state_dict()
-        for name, value in ensemble.stack.state_dict(k).items():
-            torch.testing.assert_close(value, last[name], rtol=1e-3, atol=2e-5)
+    trained_alike(configs, records(), rtol=1e-3, atol=2e-5, rows=9, positions=4)
 
 
 ALONE = TrainConfig(
@@ -218,12 +208,8 @@ def test_filters_over_other_axes_are_those_of_the_session(circulant: int | None,
     """A filter over output channels cannot act on windows: it would mix positions, and records."""
     options = {} if circulant is None else {"circulant": circulant}
     filters = {"ratio": 0.4, "axes": {"0.weight": axes}}
-    config, data = dataclasses.replace(ALONE, model_options=options, mechanism_options=filters), records()
-    ensemble, session = like_sessions([config], data, rows=30, positions=4), Session(config, data, run_id="member-0")
-    ensemble.run()
-    session.step()
-    for name, value in ensemble.stack.state_dict(0).items():
-        torch.testing.assert_close(value, session.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+    config = dataclasses.replace(ALONE, model_options=options, mechanism_options=filters)
+    trained_alike([config], records(), rtol=1e-4, atol=1e-6, rows=30, positions=4)
 
 
 @pytest.mark.parametrize("axes", [[0], [1], [2], [1, 3]])
