@@ -1,0 +1,146 @@
+"""PrivacyEngine: mistakes are errors at once that name their cure, and change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import erlangen
+from tests.engines import B, data, loop, net, private
+
+
+class Stream_(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2, 4, 4), 0
+
+
+def stranger():
+    return torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
+
+
+BAD = {
+    "negative sigma": (lambda: private(noise_multiplier=-1.0), ValueError, "noise_multiplier is -1.0"),
+    "zero bound": (lambda: private(max_grad_norm=0.0), ValueError, "max_grad_norm is 0.0"),
+    "no sigma": (lambda: private(noise_multiplier=None), ValueError, "noise_multiplier is missing"),
+    "batch larger than the data": (lambda: private(batch=100), ValueError, "100 is larger than the data set"),
+    "empty data": (lambda: private(dataset=TensorDataset(torch.zeros(0, 2))), ValueError, "empty"),
+    "iterable loader": (lambda: private(dataset=Stream_()), TypeError, "iterable-style"),
+    "wrong reduction": (
+        lambda: private(criterion=nn.CrossEntropyLoss(reduction="sum")), ValueError, "pass loss_reduction='sum'"),
+    "unknown reduction": (lambda: private(loss_reduction="none"), ValueError, "loss_reduction is 'none'"),
+    "strange parameters": (lambda: private(optimizer=stranger()), ValueError, "not the module's"),
+    "dtype": (lambda: private(model=net().double()), TypeError, "the data is torch.float32"),
+    "batch norm": (lambda: private(model=nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 2))), ValueError,
+                   "BatchNorm2d at '0' mixes samples"),
+    "unit": (lambda: private(unit=[1, 2]), ValueError, "2 labels for 60 records"),
+    "unit name": (lambda: private(unit="patient"), ValueError, "neither an attribute"),
+    "physical": (lambda: private(max_physical_batch=0), ValueError, "max_physical_batch is 0"),
+    "clipping": (lambda: private(clipping="soft"), ValueError, "clipping is 'soft'"),
+    "strategy": (lambda: private(strategy="fast"), ValueError, "strategy is 'fast'"),
+    "ghost": (lambda: private(grad_sample_mode="ghost"), ValueError, "not needed"),
+    "lbfgs": (lambda: private(optimizer=torch.optim.LBFGS(net().parameters())), ValueError, "LBFGS"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_clear_error_and_nothing_is_half_applied(case):
+    make, kind, match = BAD[case]
+    with pytest.raises(kind, match=match):
+        make()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = erlangen.PrivacyEngine()
+    with pytest.raises((ValueError, TypeError)):
+        engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(data(), batch_size=4),
+            noise_multiplier=-1,
+            max_grad_norm=1,
+        )
+    assert "forward" not in model[0].__dict__
+    assert "step" not in optimizer.__dict__
+
+
+def test_mistakes_in_the_loop():
+    engine, model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="without a backward"):
+        optimizer.step()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(RuntimeError, match="private already"):
+        private(model)
+    with pytest.raises(ValueError, match="delta"):
+        engine.get_epsilon(1.5)
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match="epochs"):
+            erlangen.PrivacyEngine().make_private_with_epsilon(
+                module=net(), optimizer=optimizer, data_loader=loader, target_epsilon=1, target_delta=1e-5, epochs=bad
+            )
+
+
+def test_an_impossible_epsilon_leaves_everything_as_it_was():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="epsilon"):
+        erlangen.PrivacyEngine().make_private_with_epsilon(
+            module=model, optimizer=optimizer, data_loader=DataLoader(data(), batch_size=B), target_epsilon=-1,
+            target_delta=1e-5, epochs=1, max_grad_norm=1.0,
+        )  # fmt: skip
+    assert "forward" not in model[0].__dict__
+    assert "step" not in optimizer.__dict__
+
+
+def test_a_batch_that_was_not_drawn_is_refused():
+    """Accounting says Poisson: the user's old loader, or one batch used over and over, is an error."""
+    _, model, optimizer, loader = private()
+    for x, y in DataLoader(data(), batch_size=B):
+        nn.functional.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="not drawn by the data loader"):
+            optimizer.step()
+        break
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="used twice"):
+        optimizer.step()
+
+
+def test_a_frozen_parameter_never_steps_on_a_raw_gradient():
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(32, 4), nn.ParameterList([nn.Parameter(torch.randn(2, 4))])
+
+        def forward(self, x):
+            return nn.functional.linear(torch.relu(self.body(x.flatten(1))), self.head[0])
+
+    model = Raw()
+    model.head.requires_grad_(False)
+    _, model, optimizer, loader = private(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.head.requires_grad_(True)
+    before = model.head[0].detach().clone()
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="make_private again"):
+        nn.functional.cross_entropy(model(x), y).backward()
+    assert torch.equal(before, model.head[0].detach())
+    stale = net()
+    nn.functional.cross_entropy(stale(data()[:4][0]), data()[:4][1]).backward()
+    stale[0].requires_grad_(False)
+    _, stale, optimizer, loader = private(stale, torch.optim.SGD(stale.parameters(), 0.1))
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(stale(x), y).backward()
+    with pytest.raises(RuntimeError, match="gradient without noise"):
+        optimizer.step()
+    whole = Raw()
+    _, whole, optimizer, loader = private(whole, torch.optim.SGD(whole.parameters(), 0.1), noise_multiplier=0.0)
+    start = whole.head[0].detach().clone()
+    loop(whole, optimizer, loader)
+    assert not torch.equal(start, whole.head[0].detach()), "parameters in a list train too"
