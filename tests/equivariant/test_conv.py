@@ -55,6 +55,35 @@ def test_equivariance(name: str, standardise: bool) -> None:
     assert report.on_grid <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["C3", "C8", "D6", "D8", "SO(2)", "O(2)"])
+@pytest.mark.parametrize(("dilation", "bound"), [(2, 0.1), (3, 0.225), (4, 0.4)])
+def test_dilated_kernels_keep_their_bound(name: str, dilation: int, bound: float) -> None:
+    """The filter is stretched with its taps; a filter that is not, escnn's, loses equivariance off the grid only."""
+    group = group_by_name(name)
+    for inp in (trivial_fields(group, 2), main_type(group)):
+        torch.manual_seed(0)
+        conv = SteerableConv2d(inp, main_type(group), 3, padding=dilation, dilation=dilation)
+        assert conv.off_grid_bound == pytest.approx(bound)
+        stretched = conv.check_equivariance()
+        torch.manual_seed(0)
+        theirs = SteerableConv2d(inp, main_type(group), 3, padding=dilation, dilation=dilation, stretch=False)
+        measured = theirs.check_equivariance()  # on the grid as exact; elsewhere reported, with no bound
+        assert measured.off_grid > 2 * max(stretched.off_grid, 0.1)
+        with pytest.raises(EquivarianceError, match="off the pixel grid"):
+            theirs.check_equivariance(off_grid_tolerance=bound)
+
+
+def test_a_dilated_kernel_has_the_taps_of_the_undilated_one() -> None:
+    torch.manual_seed(0)
+    inner = regular_fields(cyclic(8), 2)
+    near = SteerableConv2d(inner, inner, 5, cutoff=1.5)
+    far = SteerableConv2d(inner, inner, 5, cutoff=1.5, dilation=3)
+    far.load_state_dict(near.state_dict())
+    assert torch.equal(near.kernel(), far.kernel())
+    x = torch.randn(1, 16, 17, 17)
+    assert torch.allclose(far(x)[..., ::3, ::3], near(x[..., ::3, ::3]), atol=1e-5)
+
+
 def test_a_kernel_for_quarter_turns_only_is_caught_at_other_angles() -> None:
     """A cross-shaped kernel commutes with C4 exactly and with C8 not at all."""
     cross = torch.nn.Conv2d(1, 1, 9, padding=4, bias=False)

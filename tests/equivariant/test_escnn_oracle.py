@@ -43,7 +43,7 @@ def layer(case: str) -> SteerableConv2d:
     size = int(case.split(".")[2])
     cutoff = 3.0 if case.endswith("cutoff3") else None
     dilation = 2 if case.endswith("dilated") else 1
-    conv = SteerableConv2d(*types(case), size, padding=size // 2, cutoff=cutoff, dilation=dilation)
+    conv = SteerableConv2d(*types(case), size, padding=size // 2, cutoff=cutoff, dilation=dilation, stretch=False)
     return conv.double()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,11 @@ class SteerableConv2d(EquivariantModule):
     * ``weight`` [n]: coefficients θ of the kernel basis. The kernel is ``kernel() = expand(θ)``, linear in θ; with
       ``standardise=True`` it is expand(θ̂), see :meth:`KernelExpansion.standardise`.
     * ``bias`` [number of trivial irreps of the output]: added along the invariant vectors of the fields.
+
+    ``dilation`` moves the taps of the kernel apart. By default (``stretch=True``) the continuous filter is stretched with
+    them: rings, widths and band limits count in distances between taps, and the dense kernel is that of the undilated
+    layer. ``stretch=False`` is escnn's convention: rings move out, but keep a width of 0.4 to 0.6 pixels and get
+    frequencies in proportion to their radius, which taps so far apart cannot carry; equivariance off the grid is lost.
 
     ``coefficient_gradient`` and ``bias_gradient`` take gradients w.r.t. the dense kernel and bias, with any leading
     dimensions, to gradients w.r.t. the parameters; they are all that a per-sample rule needs beyond one for Conv2d.
@@ -46,6 +52,7 @@ class SteerableConv2d(EquivariantModule):
         cutoff: float | Callable[[float], float] | None = None,
         rings: tuple[float, ...] | None = None,
         widths: tuple[float, ...] | None = None,
+        stretch: bool = True,
         standardise: bool = False,
         eps: float = 1e-8,
     ) -> None:
@@ -54,7 +61,9 @@ class SteerableConv2d(EquivariantModule):
             raise ValueError(f"types of different groups {in_type.group} and {out_type.group}; insert Restrict between")
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.groups, self.padding_mode, self.standardise, self.eps = groups, padding_mode, standardise, eps
-        grid = KernelGrid.build(kernel_size, dilation, rings, widths, cutoff)
+        grid = KernelGrid.build(kernel_size, 1 if stretch else dilation, rings, widths, cutoff)
+        # Images that are smooth on the scale of a pixel are less so on that of the taps: the error grows as its square.
+        self.off_grid_bound = 0.1 * max(1.0, (dilation / 2) ** 2) if stretch or dilation == 1 else math.inf
         self.expansion = KernelExpansion(_one_group(in_type, groups), _check_groups(out_type, groups), grid, basis)
         self.weight = nn.Parameter(torch.empty(self.expansion.dimension))
         invariants = out_type.invariants()

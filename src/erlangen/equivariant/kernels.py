@@ -90,7 +90,8 @@ class KernelGrid:
 
     The defaults for odd sizes are those of escnn: one ring per pixel of radius, width 0.6 (0.4 on the outer ring, 0.005
     at the centre), and frequencies that the ring can carry without aliasing. Even sizes have no tap at the centre, and
-    their rings lie between the whole radii.
+    their rings lie between the whole radii. ``dilation`` puts taps and rings further apart and leaves widths and
+    frequencies per pixel as they are, as escnn does; beyond 1 the rings are narrower than the distance of the taps.
     """
 
     size: int

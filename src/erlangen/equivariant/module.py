@@ -18,16 +18,23 @@ class EquivariantModule(ConstantsModule):
     state dictionaries, deep copies, ``torch.func`` and ``torch.compile`` see an ordinary module.
     """
 
+    #: largest relative error off the grid on smooth images of 33×33
+    off_grid_bound: float = 0.1
+
     def __init__(self, in_type: FieldType, out_type: FieldType) -> None:
         super().__init__()
         self.in_type = in_type
         self.out_type = out_type
 
     def check_equivariance(
-        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float = 0.1
+        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
     ) -> EquivarianceReport:
-        """Compare f(g·x) with g·f(x) over the group of the output; see :func:`check_equivariance`."""
-        return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=off_grid_tolerance)
+        """Compare f(g·x) with g·f(x) over the group of the output; see :func:`check_equivariance`.
+
+        Angles off the grid are held to ``off_grid_bound`` of the layer, unless another tolerance is given.
+        """
+        bound = self.off_grid_bound if off_grid_tolerance is None else off_grid_tolerance
+        return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=bound)
 
     def export(self) -> nn.Module:
         """A plain torch layer with the same outputs; where torch has none, a copy with exported children."""
