@@ -1,9 +1,11 @@
 """Markdown tables of what `gredp_geodp.py` measured.
 
     python benchmarks/gredp_geodp_tables.py frequency.json --task gredp-table1 --measure test_accuracy
+    python benchmarks/gredp_geodp_tables.py frequency.json --task gredp-table1 --pairs GReDP DP-SGD "GReDP, circulant" AUTO-S
 
 Several files count as one. A row is a method at the options that tuning chose; its differences to DP-SGD (and AUTO-S) are
-means over common seeds with 95 % intervals (Student's t). ε is the method's own, by both accountants.
+means over common seeds with 95 % intervals (Student's t). ε is the method's own, by both accountants. ``--pairs`` prints one
+such difference instead: that of all the pairs that are named, first minus second, taken together over seeds.
 """
 
 from __future__ import annotations
@@ -59,21 +61,45 @@ def spent(epsilon: dict[str, Any]) -> str:
     return " / ".join("∞" if e == "inf" or math.isinf(float(e)) else f"{float(e):.3g}" for e in epsilon.values())
 
 
+def tuned(result: dict[str, Any], task: str, measure: str) -> dict[tuple[str, str], Values]:
+    """(setting, method) → seed → value, at what tuning chose; a task that extends another stands beside its methods."""
+    best: dict[tuple[str, str], Values] = {}
+    for name in filter(None, (TASKS[task].base, task)):
+        here = cells(result["runs"], name, measure)
+        best |= {key: picks[chosen(result, name, *key, picks)] for key, picks in here.items()}
+    return best
+
+
+def pooled(result: dict[str, Any], task: str, measure: str, names: list[str]) -> str:
+    """The mean difference of pairs of methods over all settings and seeds that both have."""
+    best = tuned(result, task, measure)
+    unknown = sorted(set(names) - {method for _, method in best})
+    if unknown or len(names) % 2:
+        raise SystemExit(f"--pairs takes methods two by two; {unknown or names[-1:]} cannot be paired. There are: "
+                         f"{', '.join(sorted({method for _, method in best}))}")  # fmt: skip
+    one: Values = {}
+    other: Values = {}
+    for first, second in zip(names[::2], names[1::2], strict=True):
+        for setting in [s for s, method in best if method == first and (s, second) in best]:
+            for seed in sorted(best[setting, first].keys() & best[setting, second].keys()):
+                place = len(one)
+                one[place], other[place] = best[setting, first][seed], best[setting, second][seed]
+    return f"{difference(one, other, 2 if measure == 'test_accuracy' else 3)} ({len(one)} pairs)"
+
+
 def table(result: dict[str, Any], task: str, measure: str) -> str:
     found, digits = cells(result["runs"], task, measure), 2 if measure == "test_accuracy" else 3
-    best: dict[tuple[str, str], Values] = {}
-    for name in filter(None, (TASKS[task].base, task)):  # a task that extends another stands beside its methods
-        here = found if name == task else cells(result["runs"], name, measure)
-        best |= {key: picks[chosen(result, name, *key, picks)] for key, picks in here.items()}
+    best = tuned(result, task, measure)
     truth = true_epsilons([row for row in result["runs"] if row["key"][0] == task])
     lines = [
         f"| setting | method | true ε (PLD / RDP) | lr | C | momentum | {measure} | − DP-SGD | − AUTO-S |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (setting, method), picks in found.items():
+        best_pick = chosen(result, task, setting, method, picks)
         for pick, values in picks.items():
             length, bound, momentum = pick
-            mark = "" if len(picks) == 1 or values is best[setting, method] else " (momentum 0)"
+            mark = "" if pick == best_pick else " (momentum 0)"
             rivals = []
             for names in RIVALS:
                 theirs = [best.get((setting.replace("claimed", "true"), name)) for name in names]
@@ -94,10 +120,12 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--task", required=True, choices=list(TASKS))
     parser.add_argument("--measure", default="test_accuracy", choices=["test_accuracy", "test_loss"])
+    parser.add_argument("--pairs", nargs="+", metavar="METHOD", help="first, second, first, second, …")
     arguments = parser.parse_args()
     results = [json.loads(file.read_text()) for file in arguments.files]
     merged = {phase: [row for result in results for row in result[phase]] for phase in ("tuning", "runs")}
-    print(table(merged, arguments.task, arguments.measure))
+    named = (merged, arguments.task, arguments.measure)
+    print(pooled(*named, arguments.pairs) if arguments.pairs else table(*named))
 
 
 if __name__ == "__main__":

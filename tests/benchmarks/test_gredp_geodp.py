@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import ttest_rel
 
 import erlangen.training.ensemble
 from erlangen.accounting import epsilon, gaussian, poisson
@@ -158,8 +159,6 @@ def test_the_truth_is_added_afterwards():
 
 
 def test_a_row_is_what_tuning_chose_beside_its_rivals():
-    from scipy.stats import ttest_rel
-
     key = lambda method, pick, seed: ["geodp-table2", method, "σ=10", *pick, seed]  # noqa: E731
     a, b = (0.8, 0.1, 0.0), (3.2, 0.1, 0.9)
     ours, theirs, method = [0.90, 0.92, 0.95], [0.80, 0.85, 0.84], "GeoDP as published β=0.1"
@@ -173,6 +172,21 @@ def test_a_row_is_what_tuning_chose_beside_its_rivals():
     mean, half = 50 * (interval.low + interval.high), 50 * (interval.high - interval.low)
     assert f"| {method} | ∞ / ∞ | 8 | 0.1 | 0 |" in row
     assert f"{mean:+.2f} ± {half:.2f}" in row
+
+
+def test_pairs_are_taken_together():
+    values = {"DP": (0.5, 0.6), "direction": (0.53, 0.62), "shrink": (0.51, 0.65, 0.9)}
+    runs = [
+        {"key": ["geodp-table2", method, "σ=10", 3.2, 0.1, 0.0, seed], "test_accuracy": v}
+        for method, row in values.items() for seed, v in enumerate(row)
+    ]  # fmt: skip
+    found = tables.pooled({"tuning": [], "runs": runs}, "geodp-table2", "test_accuracy", ["direction", "DP", "shrink", "DP"])
+    interval = ttest_rel([53, 62, 51, 65], [50, 60, 50, 60]).confidence_interval(0.95)
+    assert found == f"{np.mean([3, 2, 1, 5]):+.2f} ± {(interval.high - interval.low) / 2:.2f} (4 pairs)"
+    with pytest.raises(SystemExit, match="two by two"):
+        tables.pooled({"tuning": [], "runs": runs}, "geodp-table2", "test_accuracy", ["direction"])
+    with pytest.raises(SystemExit, match="'Direction'"):
+        tables.pooled({"tuning": [], "runs": runs}, "geodp-table2", "test_accuracy", ["Direction", "DP"])
 
 
 # -- companions ---------------------------------------------------------------------------------------------------------
