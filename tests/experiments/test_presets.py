@@ -72,6 +72,16 @@ def test_equivariant_noise_is_that_of_the_papers_epsilons():
     assert tiny == pytest.approx(7.997, abs=2e-3)
 
 
+def test_a_number_of_the_paper_stands_at_one_epsilon_only():
+    """45.65 % of SO(2) is a cell of Table 4 at ε = 2, and one of Table 7: both run with the same noise."""
+    fourth = next(cell for cell in preset("eq-table4").cells if cell.name == "SO(2)")
+    seventh = [cell for cell in preset("eq-table7").cells if cell.paper == fourth.paper]
+    assert [cell.config for cell in seventh] == [fourth.config]
+    rows = {row["cell"]: row["epsilon"]["rdp"] for row in preset("eq-table7").privacy()}
+    for name, epsilon in rows.items():
+        assert epsilon == pytest.approx(float(name.split("ε=")[1]), rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_network_of_a_preset_can_be_built_and_run(name):
