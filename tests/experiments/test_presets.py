@@ -80,7 +80,9 @@ def test_de_et_al_train_until_epsilon_is_spent():
         target = float(cell.name.split("ε=")[1])
         assert target * 0.998 <= rows[cell.name]["epsilon"]["rdp"] <= target
         assert (cell.config.batch, cell.config.views, cell.config.max_grad_norm) == (16384, 32, 1.0)
-    everywhere = [c for p in presets() if p.name.startswith("eq-table1") for c in p.cells if c.config.model == "wrn-40-4"]
+    everywhere = [
+        c for p in presets() if p.name.startswith("eq-table1") for c in p.cells if c.config.model == "wrn-40-4"
+    ]
     assert {c.config.views for c in everywhere} == {32}
     steps = {c.name: c.config.steps for c in everywhere}
     assert steps["WRN-40-4 ε=2"] / steps["WRN-40-4 ε=8"] == pytest.approx(41.3 / 69.5, rel=0.03)  # as their GPU hours

@@ -1,8 +1,9 @@
 """Equivariant networks (Hölzl et al., 2023): Tables 1–4, 6 and 7, Figures 2–5, and the same with our best recipe.
 
 Hyper-parameters are those of their Table 5; smaller ε means more noise in the same 2,160 steps. The noise multipliers
-are what RDP gives for their ε, as in the paper. WRN-40-4 on CIFAR is trained as De et al. (2022) do. Figures 2, 4 and 5 plot accuracy on a validation split and print no
-numbers; ours is test accuracy, so that one number means the same everywhere.
+are what RDP gives for their ε, as in the paper. WRN-40-4 on CIFAR is trained as De et al. (2022) do. Figures 2, 4 and 5
+plot accuracy on a validation split and print no numbers; ours is test accuracy, so that one number means the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ _add(
 
 #: statistics over a seventh of the fields each: chosen on a split of the training set
 GROUPS: dict[str, Any] = {"norm_groups": 7}
+
 
 def tuned(target: int, steps: int) -> TrainConfig:
     """Exact D4 convolutions, ScaleNorm, a head on all channels; the noise is calibrated by PLD."""
