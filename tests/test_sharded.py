@@ -67,19 +67,20 @@ def test_without_noise_shards_train_what_one_process_trains():
             assert one[1] == several[1]
 
 
-def releases(workers: Workers, count: int, secure: bool, broken: bool = False) -> torch.Tensor:
+def releases(workers: Workers, count: int, source: str, broken: bool = False) -> torch.Tensor:
     """Private gradients of empty batches, gathered from all shards: nothing but noise, [count, d]."""
     model = shard(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), workers)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    engine = erlangen.PrivacyEngine(seed=None if secure else 0, secure=secure)
+    engine = erlangen.PrivacyEngine(seed=0 if source == "seeded" else None, secure=source == "secure")
     data = DataLoader(TensorDataset(torch.zeros(16, 2)), batch_size=2)
     engine.make_private(
         module=model, optimizer=optimizer, data_loader=data, noise_multiplier=1.5, max_grad_norm=2.0, check=False
     )
     training = engine.training
     assert training is not None
-    if broken:  # the twin: everybody draws the same stream
-        training.mechanism.noise = StreamNoise(0, rank=0)
+    if broken:  # the twin: everybody draws the same stream for what it holds
+        training.mechanism.noise = StreamNoise(0)
+        training.mechanism.noise.seeded = False
     out = []
     for _ in range(count):
         training.announce(RowMap.regular(0))
@@ -96,14 +97,19 @@ def check_noise(seen: torch.Tensor, std: float) -> None:
     assert float((scaled[1:] * scaled[:-1]).mean(0).abs().max()) < 6 / n**0.5
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_every_coordinate_gets_noise_once(secure):
-    check_noise(together(2, releases, 400, secure)[0], 1.5 * 2.0 / 4.0)
+@pytest.mark.parametrize("source", ["seeded", "unseeded", "secure"])
+def test_every_coordinate_gets_noise_once(source):
+    check_noise(together(2, releases, 400, source)[0], 1.5 * 2.0 / 4.0)
 
 
 def test_shared_noise_is_caught():
     with pytest.raises(AssertionError):
-        check_noise(together(2, releases, 200, False, True)[0], 1.5 * 2.0 / 4.0)
+        check_noise(together(2, releases, 200, "seeded", True)[0], 1.5 * 2.0 / 4.0)
+
+
+def test_seeded_noise_belongs_to_coordinates_not_to_processes():
+    two, three = (together(count, releases, 3, "seeded")[0] for count in (2, 3))
+    assert torch.allclose(two * 4.0, three * 6.0, rtol=1e-6), "the noise of a sum changed with the number of shards"
 
 
 def refused(workers: Workers) -> list[str]:

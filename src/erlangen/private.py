@@ -296,8 +296,7 @@ def prepare(
             built.noise = noise
     apart = sharded.is_sharded(module)
     if apart:
-        own = noise if secure else StreamNoise(seed, run_id, workers.rank)
-        built = sharded.adopt(built, own, workers)
+        built = sharded.adopt(built, noise, workers)
         if denoiser is not None or max_physical_batch == "auto" or hasattr(optimizer, "set_noise_variance"):
             raise ValueError("denoiser, max_physical_batch='auto' and AdamBC are not for sharded parameters (FSDP): leave them out")
     if criterion is not None and hasattr(built, "use_criterion"):

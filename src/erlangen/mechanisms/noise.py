@@ -53,6 +53,7 @@ class StreamNoise(NoiseSource):
     def __init__(self, seed: int | None = None, run_id: str = "", rank: int = 0, purpose: str = "noise") -> None:
         self._stream = Stream(purpose, seed, run_id, rank)
         self._step = -1
+        self.seeded = seed is not None
         self._generators: dict[torch.device, torch.Generator] = {}
         self.description = "reproducible: not for release" if seed is not None else "pseudo-random, unseeded"
 
