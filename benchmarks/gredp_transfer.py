@@ -3,10 +3,11 @@
     python -m erlangen.experiments.pretrain --data cifar10_first_half --out FOLDER
     python benchmarks/gredp_transfer.py --data FOLDER --out transfer.json --budget 240
     python benchmarks/gredp_transfer.py --data FOLDER --out transfer.json --table          # needs no GPU
+    python benchmarks/gredp_transfer.py --data FOLDER --out five.json --weights resnet18-cifar10-first-half-five --epsilons 1
 
 FOLDER holds cifar10.npz. One half of the training set is public and has trained the network; the other half is private. The
 frozen trunk's features are computed once; what trains is an ensemble of tails: one or two convolutions on 2×2 maps and a
-linear head, which starts anew (the public classes are the private ones, and nobody should be paid for knowing them). Every
+linear head, which starts anew (some public classes are private ones too, and nobody should be paid for knowing them). Every
 method tunes its step length lr·C/(1 − momentum) at every ε with the same trials, in a third of the steps and on a twelfth of
 the private half that is held out; then all seeds train on the whole of it, and the test set is read once. Runs of one seed
 start from the same weights and draw the same batches, with noise of their own. Beside the paper's settings stands the head
@@ -253,13 +254,13 @@ class Transfer(Bench[Run]):
         scale = 1.0 if convolutions else HEAD_SCALE
         self.run("tuning", [
             Run(convolutions, m, e, length * scale, 1000)
-            for m in self.methods(convolutions) for e in SIGMAS for length in self.options.lengths
+            for m in self.methods(convolutions) for e in self.options.epsilons for length in self.options.lengths
         ])  # fmt: skip
 
     def measure(self, convolutions: int) -> None:
         self.run("runs", [
             Run(convolutions, m, e, best(self.results.content, convolutions, m, e), seed)
-            for m in self.methods(convolutions) for e in SIGMAS for seed in range(self.options.seeds)
+            for m in self.methods(convolutions) for e in self.options.epsilons for seed in range(self.options.seeds)
         ])  # fmt: skip
 
     def work(self) -> None:
@@ -352,6 +353,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only print the table of what is in the file")
     parser.add_argument("--weights", default=WEIGHTS, help="public weights; none: random ones, to see that it runs")
     parser.add_argument("--convolutions", type=int, nargs="+", default=[1, 0, 2], choices=[0, 1, 2])
+    parser.add_argument("--epsilons", type=float, nargs="+", default=list(SIGMAS), choices=list(SIGMAS))
     parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=USUAL["steps"])

@@ -70,7 +70,7 @@ def test_stored_noise_is_what_it_says(target: float) -> None:
 def options(folder: Path, **changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = dict(
         data=folder, out=folder / "out.json", weights="none", convolutions=[0, 1], lengths=[0.01, 0.1], seeds=2, steps=2,
-        tune_steps=1, members=4, budget=1e9, records=None, no_graph=False, device="cpu",
+        epsilons=[1.0], tune_steps=1, members=4, budget=1e9, records=None, no_graph=False, device="cpu",
     )  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -82,7 +82,6 @@ def test_trials_then_runs_and_the_same_command_goes_on(
     monkeypatch.setattr(
         bench, "METHODS", {m: bench.METHODS[m] for m in ("DP-SGD", "Spectral-DP", "GReDP as published, circulant")}
     )
-    monkeypatch.setattr(bench, "SIGMAS", {1.0: bench.SIGMAS[1.0]})
     bench.Transfer(options(tmp_path, budget=-1.0)).main()
     assert "out of time" in capsys.readouterr().out
     bench.Transfer(options(tmp_path)).main()

@@ -1,9 +1,11 @@
 """Public weights for the transfer table: ResNet-18 trained without privacy on data that is taken to be public.
 
     python -m erlangen.experiments.pretrain --data cifar10_first_half --out $ERLANGEN_DATA
+    python -m erlangen.experiments.pretrain --data cifar10_first_half_five --out $ERLANGEN_DATA
 
 CIFAR-10 is cut in two by record: one half plays the public data, the other the private. The split is part of the
-experiment and says nothing about anybody's privacy. Fashion-MNIST would do for MNIST in the same way.
+experiment and says nothing about anybody's privacy. Fashion-MNIST would do for MNIST in the same way. With all ten classes
+in public a network has nothing left to learn from the private half; with five of them it has.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from erlangen.models import make_model
 from erlangen.models.gredp import BasicBlock
 from erlangen.training.metrics import evaluate
 
+#: of ten, in the data set that has some of them
+PUBLIC_CLASSES = 5
+
 
 def half(which: int) -> Dataset:
     """Every other record of CIFAR-10's training set; the test set stays whole."""
@@ -35,6 +40,19 @@ def half(which: int) -> Dataset:
 @register_dataset("cifar10_first_half")
 def first_half() -> Dataset:
     return half(0)
+
+
+@register_dataset("cifar10_first_half_five")
+def first_half_five() -> Dataset:
+    """Classes 0 to 4 of the first half and of the test set; the network keeps ten outputs."""
+    data = first_half()
+    assert data.x_test is not None
+    assert data.y_test is not None
+    train, test = data.y_train < PUBLIC_CLASSES, data.y_test < PUBLIC_CLASSES
+    return dataclasses.replace(
+        data, name=f"{data.name}, five classes", x_train=data.x_train[train], y_train=data.y_train[train],
+        x_test=data.x_test[test], y_test=data.y_test[test],
+    )  # fmt: skip
 
 
 @register_dataset("cifar10_second_half")
