@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from erlangen.accounting import epsilon
+from erlangen.accounting import epsilon, gaussian
 from erlangen.gradients import PerSampleGradients
 from erlangen.mechanisms import Diagonal, GaussianMechanism, StreamNoise, mechanisms
 from erlangen.mechanisms.clipping import PSAC, AdaptiveQuantile, AutoS, Flat, PerLayer, clipping_rules, make_clipping
@@ -187,6 +187,29 @@ def test_clipping_formulas():
     torch.testing.assert_close(PerLayer([3.0, 4.0]).weights(two), torch.tensor([[1.0], [0.4]], dtype=torch.float64))
     assert PerLayer([3.0, 4.0]).sensitivity == 5.0
     torch.testing.assert_close(PerLayer(1.0).weights(two), 2**-0.5 / two)
+
+
+def test_layers_are_modules_where_asked_and_tensors_otherwise():
+    names = ["conv.weight", "conv.bias", "head.weight", "head.bias", "scale"]
+    assert PerLayer(1.0).groups(names) == [[name] for name in names]
+    assert PerLayer(1.0, groups="tensors").groups(names) == [[name] for name in names]
+    assert PerLayer(1.0, groups="layers").groups(names) == [names[:2], names[2:4], names[4:]]
+    with pytest.raises(ValueError, match="2 bounds for 3 layers"):
+        PerLayer([1.0, 2.0], groups="layers").groups(names)
+    with pytest.raises(ValueError, match="'tensors' or 'layers'"):
+        make_clipping("per-layer", 1.0, groups="modules")
+
+
+@pytest.mark.parametrize(("groups", "words"), [("tensors", "tensor by itself"), ("layers", "weight and bias together")])
+def test_either_grouping_is_sound_at_sigma_and_said(groups, words):
+    """C shared by the groups: whatever they are, the whole contribution has norm at most C and the event is σ's."""
+    mechanism = GaussianMechanism(1.5, PerLayer(2.0, groups=groups))
+    quiet = GaussianMechanism(0.0, PerLayer(2.0, groups=groups))
+    huge = {"a.weight": torch.full((1, 3, 2), 1e6), "a.bias": torch.full((1, 3), -1e6), "b.weight": torch.full((1, 4), 1e6)}
+    whole = torch.cat([g.flatten() for g in quiet.release(huge).values()])
+    assert float(whole.norm()) == pytest.approx(2.0, rel=1e-4)
+    assert mechanism.event() == gaussian(1.5)
+    assert words in mechanism.describe()["clipped"]
 
 
 def test_adaptive_quantile_pays_for_its_count_and_finds_the_quantile():

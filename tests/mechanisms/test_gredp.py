@@ -15,6 +15,7 @@ from erlangen.accounting import epsilon, gaussian
 from erlangen.mechanisms import Fourier, GaussianMechanism, PublishedGReDP, StreamNoise
 from erlangen.mechanisms.clipping import Flat, PerLayer
 from erlangen.mechanisms.frequency import parity
+from erlangen.models import make_model
 from tests.mechanisms.attacks import attack_gredp, exact
 from tests.mechanisms.test_spectral import SIZES, build, sampled_covariance, wrong_by
 
@@ -85,13 +86,13 @@ def test_real_noise_releases_the_odd_part_exactly(shape):
 
 def test_events_are_what_the_smallest_eigenvalue_says():
     """Multiplier = smallest noise / sensitivity, jointly over the layers, for every reading."""
-    layers = {name: torch.zeros(2, 1, 3, 3) for name in "abc"}
-    for rule, count in ((Flat(0.5), 1), (PerLayer(0.5), 3)):
+    layers = {f"{name}.weight": torch.zeros(2, 1, 3, 3) for name in "abc"}
+    for rule, count in ((Flat(0.5), 1), (PerLayer(0.5), 3), (PerLayer(0.5, groups="tensors"), 3)):
         for reading, factor in (("complex", math.sqrt(0.5)), ("per-sample", math.sqrt(0.5 * 40))):
             mechanism = build("gredp", 1.2, rule, as_published=reading)
             mechanism.bind(layers, 40.0)
             inverse = sum(0.25 / smallest_eigenvalue(mechanism.covariance(n)) for n in layers)
-            true = inverse**-0.5 if count > 1 else math.sqrt(smallest_eigenvalue(mechanism.covariance("a"))) / 0.5
+            true = inverse**-0.5 if count > 1 else math.sqrt(smallest_eigenvalue(mechanism.covariance("a.weight"))) / 0.5
             assert mechanism.event().noise_multiplier == pytest.approx(1.2 * factor / math.sqrt(count))
             assert true == pytest.approx(1.2 * factor / math.sqrt(count))
             assert mechanism.event(2.4).noise_multiplier == pytest.approx(2.4 * factor / math.sqrt(count))
@@ -159,9 +160,36 @@ def test_through_the_engine_epsilon_tells_the_truth(reading, finite):
         optimizer.step()
     assert (engine.get_epsilon(1e-5) < math.inf) == finite
     if reading == "complex":
-        assert engine.training.mechanism.event().noise_multiplier == pytest.approx(2 / math.sqrt(8))  # four tensors
+        assert engine.training.mechanism.event().noise_multiplier == pytest.approx(2 / math.sqrt(4))  # two layers
     if reading == "per-sample":
-        assert engine.training.mechanism.event().noise_multiplier == pytest.approx(2 * math.sqrt(10 / 8))
+        assert engine.training.mechanism.event().noise_multiplier == pytest.approx(2 * math.sqrt(10 / 4))
+
+
+@pytest.mark.parametrize("name", ["gredp", "spectral"])
+@pytest.mark.parametrize(("options", "layers"), [({}, 5), ({"groups": "layers"}, 5), ({"groups": "tensors"}, 10)])
+def test_a_layer_is_a_module_and_not_a_tensor(name, options, layers):
+    """LeNet-5 has five layers. Whatever is clipped by itself is clipped at C, noised at σC, and counted."""
+    published = {"gredp": "complex", "spectral": True}[name]
+    model = make_model("lenet", (1, 28, 28), 10)
+    mechanism = build(name, 2.0, PerLayer(0.5, **options), as_published=published)
+    mechanism.bind(dict(model.named_parameters()), 8.0)
+    factor = {"gredp": math.sqrt(0.5), "spectral": 1.0}[name]
+    assert mechanism.event().noise_multiplier == pytest.approx(2 * factor / math.sqrt(layers))
+    facts = mechanism.describe()
+    assert facts["layers"] == layers
+    assert ("weight and bias together" in facts["clipped"]) == (layers == 5)
+    assert mechanism.sensitivity == pytest.approx(0.5 * math.sqrt(layers))
+    assert {mechanism.layer_std(name) for name in mechanism.shapes} == {1.0}
+
+
+@pytest.mark.parametrize(("groups", "norms"), [("layers", 1), ("tensors", 2)])
+def test_weight_and_bias_of_a_layer_share_one_bound(groups, norms):
+    """Huge gradients in both: together they have norm C in one group, and C each in two."""
+    g = {"l.weight": torch.full((1, 4, 2), 100.0), "l.bias": torch.full((1, 4), 70.0)}
+    mechanism = build("gredp", 0.0, PerLayer(0.5, groups=groups), as_published="complex")
+    released = mechanism.release(g)
+    total = torch.cat([released["l.weight"].flatten(), released["l.bias"]]).norm()
+    assert float(total) == pytest.approx(0.5 * math.sqrt(norms), rel=1e-4)
 
 
 def test_state_resumes_exactly():

@@ -232,11 +232,11 @@ def test_options_are_checked():
 def test_events_are_true():
     assert build("spectral", 1.5).event() == gaussian(1.5)
     published = build("spectral", 1.5, PerLayer(2.0), as_published=True)
-    published.bind({name: torch.zeros(1, 1, 3) for name in "abcd"})
+    published.bind({f"{name}.weight": torch.zeros(1, 1, 3) for name in "abcd"})
     assert published.event() == gaussian(1.5 / 2)
     assert published.sensitivity == pytest.approx(4.0)
-    variance = float(published.covariance("a").diagonal().max())
-    assert variance == pytest.approx((1.5 * 2.0) ** 2 * published.geometry.kept("a"))
+    variance = float(published.covariance("a.weight").diagonal().max())
+    assert variance == pytest.approx((1.5 * 2.0) ** 2 * published.geometry.kept("a.weight"))
     assert "0.5·σ" in published.describe()["guarantee"]
     with pytest.raises(ValueError, match="fixed bound"):
         build("spectral", 1.5, AdaptiveQuantile(1.0), as_published=True)

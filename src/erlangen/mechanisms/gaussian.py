@@ -161,7 +161,8 @@ class GaussianMechanism(Mechanism):
 
     def describe(self) -> dict[str, Any]:
         rule = type(self.clipping).__name__
-        facts = {"clipping": rule, "geometry": type(self.geometry).__name__, "noise_std": self.std}
+        facts = {"clipping": rule, **self.clipping.describe()}
+        facts |= {"geometry": type(self.geometry).__name__, "noise_std": self.std}
         return {**super().describe(), **facts, "covariance": self.geometry.covariance_words(self.std)}
 
 

@@ -2,7 +2,8 @@
 
 Both clip every layer l to its own bound c and add noise of scale σ·c to each layer, and both call that multiplier σ.
 One record moves all L layers at once: the joint query, in units of its noise, has sensitivity (Σ_l c_l²/s_l²)^½, so the
-release is a Gaussian of multiplier (Σ_l c_l²/s_l²)^(−½) = σ/√L for s_l = σ·c_l. Clipped flat, L counts as 1.
+release is a Gaussian of multiplier (Σ_l c_l²/s_l²)^(−½) = σ/√L for s_l = σ·c_l. Clipped flat, L counts as 1. A layer is
+a module: its weight and its bias are clipped together, unless ``groups="tensors"`` asks for more groups, and more ε.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ODD_PART = (
 
 
 class Layerwise(GaussianMechanism):
-    """Noise σ·C_l on layer l, whatever the number of layers. Per-layer clipping reads one C as every layer's own."""
+    """Noise σ·C_l on layer l, whatever the number of layers. Per-layer clipping reads one C as every layer's own, and
+    clips the weight and the bias of a layer together unless its ``groups`` say otherwise."""
 
     #: true multiplier over claimed multiplier, for one layer
     factor = 1.0
@@ -43,19 +45,24 @@ class Layerwise(GaussianMechanism):
         if isinstance(self.clipping, AdaptiveQuantile):
             raise ValueError(f"{name} as published has a fixed bound; use clipping 'flat' or 'per-layer'")
         self.expected_batch = 1.0
+        if isinstance(self.clipping, PerLayer) and self.clipping.grouping is None:
+            self.clipping = PerLayer(self.clipping.bounds or self.clipping.bound, groups="layers")
         self._layers = 1
+        self._bound: dict[str, float] = {}
 
     def bind(self, parameters: Mapping[str, Tensor], expected_batch: float = 1.0) -> None:
+        groups = self.clipping.groups(list(parameters))
         if isinstance(self.clipping, PerLayer) and self.clipping.bounds is None:
-            self.clipping = PerLayer([self.clipping.bound] * len(parameters))
+            self.clipping = PerLayer([self.clipping.bound] * len(groups), self.clipping.grouping)
         super().bind(parameters, expected_batch)
-        self._layers = len(self.clipping.groups(list(self.shapes)))
+        each = self.clipping.bounds if isinstance(self.clipping, PerLayer) else [self.clipping.bound]
+        assert each is not None
+        self._layers = len(groups)
+        self._bound = {name: bound for bound, group in zip(each, groups, strict=True) for name in group}
 
     def layer_std(self, name: str) -> float:
         """σ·C_l"""
-        bounds = self.clipping.bounds if isinstance(self.clipping, PerLayer) else None
-        bound = self.clipping.bound if bounds is None else bounds[list(self.shapes).index(name)]
-        return self.noise_multiplier * bound
+        return self.noise_multiplier * self._bound[name]
 
     def noise_std(self, name: str) -> Tensor | float:
         energy = self.geometry.energy(name, self._like[name])

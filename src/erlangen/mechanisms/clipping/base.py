@@ -72,6 +72,10 @@ class ClippingRule(ABC):
         """C less what rounding of norms, weights and products in this precision can add back."""
         return (self.bound if bound is None else bound) * (1.0 - 32 * torch.finfo(norms.dtype).eps)
 
+    def describe(self) -> dict[str, Any]:
+        """What a certificate says of the rule beside its name."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {"bound": self.bound}
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from erlangen.mechanisms.clipping.base import ClippingRule, register_clipping, require_measurable
+
+#: what per-layer clipping clips by itself, and how a certificate says it
+WORDS = {"tensors": "every parameter tensor by itself", "layers": "every layer by itself, its weight and bias together"}
+GROUPINGS = tuple(WORDS)
 
 
 @register_clipping("flat")
@@ -19,27 +24,48 @@ class Flat(ClippingRule):
         return (self.safe_bound(norms) / norms).clamp(max=1.0)
 
 
+def layer_of(name: str) -> str:
+    """The module that owns a parameter: ``conv1.weight`` and ``conv1.bias`` are one layer, ``conv1``."""
+    return name.rpartition(".")[0]
+
+
 @register_clipping("per-layer")
 class PerLayer(ClippingRule):
-    """Each parameter l has its own C_l, with Σ C_l² = C². One number C is shared equally: C_l = C/√L."""
+    """Each group l has its own C_l, with Σ C_l² = C². One number C is shared equally: C_l = C/√L.
 
-    def __init__(self, bound: float | Sequence[float]) -> None:
+    ``groups="tensors"`` (the default) clips every parameter by itself; ``groups="layers"`` clips the weight and the bias
+    of one module together, as papers count layers. Both have sensitivity C.
+    """
+
+    def __init__(self, bound: float | Sequence[float], groups: str | None = None) -> None:
+        if groups is not None and groups not in GROUPINGS:
+            raise ValueError(f"groups is {groups!r}; per-layer clipping clips {' or '.join(map(repr, GROUPINGS))}")
         self.bounds = None if isinstance(bound, (int, float)) else [float(b) for b in bound]
         if self.bounds is not None and not all(math.isfinite(b) and b > 0 for b in self.bounds):
             raise ValueError(f"max_grad_norm holds {self.bounds}; every layer's bound must be positive and finite")
         if self.bounds is not None:
             require_measurable("max_grad_norm of a layer", min(self.bounds, default=1.0))
         super().__init__(bound if isinstance(bound, (int, float)) else math.hypot(*self.bounds))  # type: ignore[misc]
+        #: None where nobody chose: a mechanism may have a habit of its own, and "tensors" is ours
+        self.grouping = groups
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
-        if self.bounds is not None and len(self.bounds) != len(names):
-            raise ValueError(f"max_grad_norm has {len(self.bounds)} bounds for {len(names)} parameters: {list(names)}")
-        return [[name] for name in names]
+        together: dict[str, list[str]] = {}
+        for name in names:
+            together.setdefault(layer_of(name) if self.grouping == "layers" else name, []).append(name)
+        found = list(together.values())
+        if self.bounds is not None and len(self.bounds) != len(found):
+            what = "layers" if self.grouping == "layers" else "parameters"
+            raise ValueError(f"max_grad_norm has {len(self.bounds)} bounds for {len(found)} {what}: {list(together)}")
+        return found
 
     def weights(self, norms: Tensor) -> Tensor:
         each = self.bounds or [self.bound / math.sqrt(norms.shape[0])] * norms.shape[0]
         bounds = torch.tensor(each, dtype=norms.dtype, device=norms.device)[:, None]
         return (bounds * self.safe_bound(norms, 1.0) / norms).clamp(max=1.0)
+
+    def describe(self) -> dict[str, Any]:
+        return {"clipped": WORDS[self.grouping or "tensors"]}
 
 
 @register_clipping("auto-s")
