@@ -13,7 +13,7 @@ import torch
 
 import erlangen.data.base
 from erlangen.data.base import Dataset
-from erlangen.experiments import Measurement, Point, Preset, preset, presets
+from erlangen.experiments import Measurement, Point, Preset, gredp, preset, presets
 from erlangen.experiments.gredp import NETWORKS
 from erlangen.experiments.presets import SHAPES, cell_privacy
 from erlangen.experiments.releases import clipped_mean, per_sample
@@ -60,7 +60,8 @@ def test_options_of_every_cell_build_a_mechanism(name):
         mechanism.bind(dict(small.named_parameters()), c.batch)
         as_published = bool(c.mechanism_options.get("as_published"))
         assert as_published == ("as published" in cell.name)
-        assert (mechanism.unsound is not None) == (as_published and c.mechanism == "geodp")
+        none = c.mechanism == "geodp" or c.mechanism_options.get("as_published") == "real"
+        assert (mechanism.unsound is not None) == (as_published and none)
 
 
 def test_a_claim_is_priced_at_its_truth():
@@ -69,11 +70,28 @@ def test_a_claim_is_priced_at_its_truth():
     dense = cell_privacy(cells["LeNet-5 GReDP as published"], 60_000)
     assert dense["claimed_epsilon"] == 1.0
     assert 1.6 < dense["epsilon"]["pld"] < 1.7
-    layered = cell_privacy(cells["LeNet-5 Spectral-DP as published"], 60_000)
-    assert layered["epsilon"]["pld"] > 15  # ten tensors, each clipped at C
+    spent = {
+        name: cell_privacy(cells[f"LeNet-5 {name}"], 60_000)["epsilon"]["pld"]
+        for name in ("Spectral-DP as published", *(f"GReDP as published, {m}" for m in gredp.LAYERED))
+    }
+    assert 5.7 < spent["Spectral-DP as published"] < 5.9  # five layers, each clipped at C: σ/√5
+    assert 18.0 < spent["GReDP as published, each layer clipped"] < 18.4  # σ/√10
+    assert spent["GReDP as published, real"] == "inf"
+    assert spent["GReDP as published, per-sample"] < 0.1  # √500 times the noise of σ/√10
     assert 0.995 < cell_privacy(cells["LeNet-5 GReDP"], 60_000)["epsilon"]["pld"] <= 1.0
     rows = {c.name: c for c in preset("geodp-table2").cells}
     assert cell_privacy(rows["σ=1 GeoDP B=16384 β=0.1 as published"], 60_000)["epsilon"]["pld"] == "inf"
+
+
+@pytest.mark.parametrize("network", [n.label for n in NETWORKS])
+def test_table_1_has_every_reading_of_the_paper(network):
+    """Algorithm 2 clips each layer; its noise is read in three ways, one of which has no guarantee at all."""
+    chosen = preset("gredp-table1")
+    cells = {c.name: c.config for c in chosen.cells}
+    readings = {m: cells[f"{network} GReDP as published, {m}"] for m in ("each layer clipped", "real", "per-sample")}
+    assert {c.clipping for c in readings.values()} == {"per-layer"}
+    assert [c.mechanism_options["as_published"] for c in readings.values()] == ["complex", "real", "per-sample"]
+    assert "does not say" not in chosen.note
 
 
 def test_a_selective_cell_costs_more_than_its_plain_one():
