@@ -171,6 +171,17 @@ def test_tensorboard_is_optional(tmp_path):
     assert list((tmp_path / "r" / "tensorboard").glob("events*"))
 
 
+def test_a_dry_run_needs_no_weights_and_says_which_a_run_needs(monkeypatch, tmp_path):
+    monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path))
+    asked = ("reproduce", "gredp-table2", "--only", "CIFAR10 1Conv ε=2 GReDP as published", "--dry-run")
+    cells = json.loads(run(*asked, "--json").stdout)["cells"]
+    assert [c["claimed_epsilon"] for c in cells] == [2.0, 2.0]
+    assert all(2.0 < c["epsilon"]["pld"] < 6 for c in cells)
+    said = run(*asked).stdout.replace("\n", " ")
+    assert "A run needs resnet18-cifar10-first-half.safetensors" in said
+    assert "--data cifar10_first_half --model resnet18" in said
+
+
 def test_reproduce_lists_and_dry_runs():
     listed = json.loads(run("reproduce", "--list", "--json").stdout)
     assert "gredp-table1" in [p["name"] for p in listed["presets"]]

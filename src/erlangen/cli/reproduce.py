@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 #: options that say how a cell is trained, not what
-HOW = ("device", "pad", "graph", "max_physical_batch", "evaluations")
+HOW = ("device", "pad", "graph", "max_physical_batch", "evaluations", "checkpoints")
 KEYS = ", ".join(HOW)
 
 
@@ -118,6 +118,8 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool,
         cells = part.privacy()
         if not as_json:
             typer.echo("\n".join(map(_line, cells)))
+            for file in sorted({cell["needs"] for cell in cells if cell.get("needs")}):
+                typer.echo(f"A run needs {file}")
         return {"preset": part.name, "cells": cells}
     folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)

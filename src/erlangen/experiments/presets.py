@@ -141,8 +141,18 @@ def cell_privacy(cell: Cell, records: int) -> dict[str, Any]:
     return {
         "cell": cell.name, "epsilon": {m: e if math.isfinite(e) else "inf" for m, e in spent.items()},
         "delta": config.delta, "noise_multiplier": sigma, "sample_rate": q, "steps": config.steps, "paper": cell.paper,
-        "claimed_epsilon": cell.claimed_epsilon,
+        "claimed_epsilon": cell.claimed_epsilon, "needs": needed(config),
     }  # fmt: skip
+
+
+def needed(config: TrainConfig) -> str | None:
+    """The file of public weights that a run reads and the command that makes it; its privacy does not depend on either."""
+    weights, made = config.model_options.get("weights"), f"{config.model}-"
+    if weights is None or not str(weights).startswith(made):
+        return None if weights is None else str(weights)
+    data = str(weights).removeprefix(made).replace("-", "_")
+    how = f"python -m erlangen.experiments.pretrain --data {data} --model {config.model} --out $ERLANGEN_DATA"
+    return f"{weights}.safetensors in $ERLANGEN_DATA, made by: {how}"
 
 
 def step_event(config: TrainConfig, sigma: float, records: int) -> DpEvent:
@@ -168,7 +178,8 @@ def release_event(config: TrainConfig, sigma: float) -> DpEvent:
     from erlangen.models import make_model
 
     shape, classes = SHAPES[config.data]
-    model = make_model(config.model, shape, classes, **config.model_options)
+    options = {name: value for name, value in config.model_options.items() if name != "weights"}  # shapes will do
+    model = make_model(config.model, shape, classes, **options)
     rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
     context = Context(sigma, rule, StreamNoise(0), model, config.batch, config.mechanism_options)
     mechanism = make_mechanism(config.mechanism, context)
