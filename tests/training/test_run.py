@@ -46,6 +46,29 @@ def test_ctrl_c_leaves_a_run_that_goes_on_exactly(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_checkpoints_need_no_look_at_the_test_set(tmp_path, monkeypatch):
+    """A run that evaluates once at its end still goes on, after a crash, where its last checkpoint was written."""
+    looks, plain = [], Session.evaluate
+    monkeypatch.setattr(Session, "evaluate", lambda self: looks.append(self.step_count) or plain(self))
+    once = dataclasses.replace(SMALL, epsilon=None, noise_multiplier=1.0, evaluations=1, checkpoints=4)
+
+    def crash(session: Session, _metrics) -> None:
+        if session.step_count == 5:
+            raise RuntimeError("the machine is gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        run.train(once, tmp_path / "a", watch=crash)
+    assert looks == []
+    steps: list[int] = []
+    run.resume(tmp_path / "a", watch=lambda session, _metrics: steps.append(session.step_count))
+    assert (steps[0], steps[-1]) == (5, 8)  # step 4 was the last that was kept
+    assert looks == [8]
+    run.train(dataclasses.replace(once, checkpoints=0), tmp_path / "b" / "run")
+    a, b = (load_file(folder / "weights.safetensors") for folder in (tmp_path / "a", tmp_path / "b" / "run"))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
+
+
 def test_the_ledger_is_written_before_the_gradient_is_used(tmp_path, monkeypatch):
     seen = []
     plain = Session._private

@@ -21,7 +21,7 @@ from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.public import PublicPredictions
 
 #: options that do not make two runs different experiments
-INCIDENTAL = ("seed", "secure", "device", "max_physical_batch", "strategy", "evaluations", "non_private")
+INCIDENTAL = ("seed", "secure", "device", "max_physical_batch", "strategy", "evaluations", "checkpoints", "non_private")
 
 
 class ReportError(ValueError):

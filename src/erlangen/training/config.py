@@ -60,6 +60,7 @@ class TrainConfig:
     secure: bool = False
     device: str = "auto"
     evaluations: int = 10
+    checkpoints: int = 0
     non_private: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class TrainConfig:
             ("schedule", self.schedule in ("constant", "cosine"), "choose constant or cosine"),
             ("precision", self.precision in ("auto", "float32", "bf16"), "choose auto (bf16 on a GPU), float32 or bf16"),
             ("evaluations", self.evaluations >= 1, "evaluate at least once"),
+            ("checkpoints", self.checkpoints >= 0, "give how many are written besides those of the evaluations"),
             ("max_physical_batch", self.max_physical_batch is None or self.max_physical_batch >= 1, "give rows ≥ 1"),
         ):
             if not ok:

@@ -235,6 +235,8 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
                 session.step()
                 if is_evaluation(session.config, session.step_count) or session.step_count == last:
                     metrics = _record(session, folder, ledger)
+                elif is_checkpoint(session.config, session.step_count):
+                    _keep(session, folder, ledger)
                 if watch is not None:
                     watch(session, metrics)
                 if session.workers.any(bool(asked)) and session.step_count < last:
@@ -275,8 +277,14 @@ def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dic
         metrics["non_private"] = dict(session.non_private)
     if folder is not None and ledger is not None:
         append_line(folder / "metrics.jsonl", metrics)
-        checkpoint.save(folder / "checkpoint.safetensors", {**session.state_dict(), "ledger": ledger.head})
+    _keep(session, folder, ledger)
     return metrics
+
+
+def _keep(session: Session, folder: Path | None, ledger: Ledger | None) -> None:
+    """A checkpoint of this moment."""
+    if folder is not None and ledger is not None:
+        checkpoint.save(folder / "checkpoint.safetensors", {**session.state_dict(), "ledger": ledger.head})
 
 
 def allowed_steps(session: Session, ledger: Ledger | None) -> int:
@@ -362,7 +370,16 @@ def _audit_line(path: Path) -> str | None:
 
 def is_evaluation(config: TrainConfig, done: int) -> bool:
     """``evaluations`` times, evenly, the last step included."""
-    return done * config.evaluations // config.steps > (done - 1) * config.evaluations // config.steps
+    return _due(config.evaluations, config.steps, done)
+
+
+def is_checkpoint(config: TrainConfig, done: int) -> bool:
+    """``checkpoints`` times, evenly."""
+    return _due(config.checkpoints, config.steps, done)
+
+
+def _due(times: int, steps: int, done: int) -> bool:
+    return done * times // steps > (done - 1) * times // steps
 
 
 @contextmanager
