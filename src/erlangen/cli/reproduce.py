@@ -180,6 +180,10 @@ def _table(result: dict[str, Any]) -> str:
             f"{row['cell'] + what:40} ours {row['mean']:{number}}{spread} ({row['seeds']} seeds){paper}  "
             f"ε = {_epsilon(row['epsilon']['pld'])}"
         )
+        if row.get("curve"):
+            first = row["curve"][0]
+            theirs = "" if row["paper_first"] is None else f", paper {row['paper_first']} when it begins"
+            lines.append(f"{'':40} step {first['step']}, ε = {_epsilon(first['epsilon'])}: {first['mean']:.2f}{theirs}")
         for other, gap in row.get("paired", {}).items():
             half = "" if gap["half_width_95"] is None else f" ± {gap['half_width_95']:.2f}"
             lines.append(f"{'':40} minus {other}: {gap['mean']:+.2f}{half}")

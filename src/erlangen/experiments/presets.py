@@ -31,7 +31,8 @@ class Cell:
     ``seed_factor`` times the preset's seeds are run where the paper's spread asks for more. ``claimed_epsilon`` sets
     the noise as a paper does that takes its mechanism for a plain Gaussian: the run's own ε is then another one.
     ``records`` is the size of this cell's data where a table has several. ``against`` names the cells that this one is
-    compared with, seed by seed.
+    compared with, seed by seed. ``curve`` also reports the measure at every evaluation, and ``paper_first`` is the paper's
+    number at the first of them.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Cell:
     claimed_epsilon: float | None = None
     records: int | None = None
     against: tuple[str, ...] = ()
+    curve: bool = False
+    paper_first: float | None = None
 
     def resolved(self, records: int) -> TrainConfig:
         """What is trained, the noise of a claimed ε included."""

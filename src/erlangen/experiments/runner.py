@@ -62,7 +62,8 @@ def run_preset(
     rows = []
     for cell in preset.cells:
         mine = {key: summary for key, summary in summaries.items() if key[0] == cell.name}
-        rows.append(_row(cell, list(mine.values()), [_value(cell, jobs[key], s) for key, s in mine.items()]))
+        row = _row(cell, list(mine.values()), [_value(cell, jobs[key], s) for key, s in mine.items()])
+        rows.append({**row, **_curve(cell, [jobs[key] for key in mine])})
     values = {row["cell"]: row["values"] for row in rows}
     for cell, row in zip(preset.cells, rows, strict=True):
         row["paired"] = {other: paired(row["values"], values[other]) for other in cell.against if other in values}
@@ -125,6 +126,21 @@ def _value(cell: Cell, job: Job, summary: dict[str, Any]) -> float:
     if cell.measure == "small_parameters":
         return scale * near_zero(load_file(str(job.folder / "weights.safetensors")).values())
     return scale * float(summary["test"][cell.measure])
+
+
+def _curve(cell: Cell, jobs: list[Job]) -> dict[str, Any]:
+    """The measure and the run's own ε at every evaluation, over seeds; nothing where a cell does not ask for it."""
+    if not cell.curve:
+        return {}
+    scale = 100 if cell.unit.endswith("%") else 1
+    logs = [[json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()] for job in jobs]
+    points = []
+    for together in zip(*logs):  # seeds of one cell are evaluated at the same steps
+        values = [scale * float(each[cell.measure]) for each in together]
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        own = together[0]
+        points.append({"step": own["step"], "epsilon": own["epsilon"], "mean": statistics.fmean(values), "std": spread})
+    return {"curve": points, "paper_first": cell.paper_first}
 
 
 def paired(values: list[float], others: list[float]) -> dict[str, Any]:
