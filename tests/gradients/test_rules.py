@@ -273,6 +273,22 @@ def test_windows_of_groups_are_those_of_each_group_alone():
     torch.testing.assert_close(piece._dense_by_windows(), piece._dense_by_owner())
 
 
+@pytest.mark.parametrize("columns", [1, 511, 1024, 1537, 4099])
+def test_sums_of_rows_are_the_same_whatever_threads_add_them(columns):
+    from erlangen.gradients.pieces import row_sum
+
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    for owners in (0, 7):
+        g, w = torch.randn(owners, columns, dtype=torch.float64), torch.rand(owners)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            try:
+                torch.testing.assert_close(row_sum(w, g), (w.double()[:, None] * g).sum(0))
+            finally:
+                torch.set_num_threads(before)
+
+
 def test_three_bfloat16_parts_are_a_float32_number():
     from erlangen.gradients.pieces import _three_parts
 

@@ -31,6 +31,8 @@ FLOPS_PER_FLOAT = 300.0
 CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 29}
 # Entries of a gradient whose squares are added up by one call; a GPU has 2048 accumulators for them, a CPU sixteen.
 LONGEST_RUN = {"cpu": 512, "cuda": 1 << 18}
+#: columns of a matrix that are worth a thread
+FEWEST_COLUMNS = 512
 
 
 @contextlib.contextmanager
@@ -84,7 +86,10 @@ def _exact_as_of_old() -> Iterator[None]:
 
 def accumulate_dtype(t: Tensor) -> torch.dtype:
     """Norms and sums are never taken in less than float32."""
-    return torch.promote_types(t.dtype, torch.float32)
+    return _promoted(t.dtype)
+
+
+_promoted = functools.cache(functools.partial(torch.promote_types, torch.float32))
 
 
 def chunk_size(per_owner: int, like: Tensor) -> int:
@@ -357,10 +362,21 @@ def row_sum(w: Tensor, g: Tensor) -> Tensor:
 
         return kernel(w, g.contiguous())
     if g.dtype == accumulate_dtype(g):
-        return w.to(g.dtype) @ g
+        return _by_columns(w.to(g.dtype), g)
     if g.is_cuda and g.dtype == torch.bfloat16 and _has_wide_product() and len(g):
         return torch.mm(_three_parts(w), g, out_dtype=torch.float32).sum(0)
     return w @ g.to(w.dtype)
+
+
+def _by_columns(w: Tensor, g: Tensor) -> Tensor:
+    """w @ g. A CPU's product of a vector and a matrix keeps to one thread: every thread gets columns of its own."""
+    blocks = min(torch.get_num_threads(), g.shape[1] // FEWEST_COLUMNS) if g.device.type == "cpu" else 1
+    if blocks < 2 or not len(g):
+        return w @ g
+    width = g.shape[1] // blocks
+    whole = g[:, : blocks * width].unflatten(1, (blocks, width)).transpose(0, 1)
+    total = torch.bmm(w.expand(blocks, 1, -1), whole).flatten()
+    return total if len(total) == g.shape[1] else torch.cat([total, w @ g[:, len(total) :]])
 
 
 def _three_parts(w: Tensor) -> Tensor:

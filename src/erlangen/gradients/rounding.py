@@ -59,12 +59,23 @@ def weighed(d: Tensor, a: Tensor, w: Tensor, views: int = 1) -> tuple[Tensor, Te
     """
     flat = d.reshape(len(w), -1)
     size = torch.maximum(flat.amax(1), -flat.amin(1))
+    each = lambda t: t if views == 1 else t.repeat_interleave(views)  # noqa: E731
+    row = lambda t, like: each(t.to(like.dtype)).view(-1, *[1] * (like.ndim - 1))  # noqa: E731
+    if not d.is_cuda and _all_within(w.abs().to(size.dtype) * size):  # the usual case; what vanishes or overflows here is not
+        return d * row(w, d), a
     reach = w.abs().double() * size.double()
     usual = ~((size > 0) & (w != 0)) | ((reach >= 1e-20) & (reach <= 1e20))
-    row = lambda t, like: t.to(like.dtype).repeat_interleave(views).view(-1, *[1] * (like.ndim - 1))  # noqa: E731
     if not d.is_cuda and bool(usual.all()):
         return d * row(w, d), a
     root = reach.sqrt()
     left = d / row(torch.where(usual, 1.0, size), d)
     left.mul_(row(torch.where(usual, w.double(), torch.copysign(root, w.double())), d))
     return left, a * row(torch.where(usual, 1.0, root), a)
+
+
+def _all_within(reach: Tensor) -> bool:
+    """Whether all are between 1e-20 and 1e20; NaN is not."""
+    if not len(reach):
+        return True
+    least, most = reach.aminmax()
+    return float(least) >= 1e-20 and float(most) <= 1e20

@@ -27,11 +27,12 @@ from erlangen.gradients.pieces import (
 )
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import weighed
+from erlangen.gradients.rules.unfolding import Unfolding, cheapest
 from erlangen.gradients.tape import Tape
 
 #: flops of one owner's kernel gradient below which calling the native kernel per owner costs more than it computes
-SMALL_OWNER = 2e6
-#: entries of a buffer of windows on a CPU: about what its caches hold, and every part of a batch is formed in the same one
+SMALL_OWNER = 5e7
+#: entries of a buffer of windows on a CPU, for each thread: about what its cache holds
 WINDOW_FLOATS = 1 << 19
 
 _PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -142,7 +143,7 @@ class Conv(Piece):
         return out
 
     def _dense_by_windows(self) -> Tensor:
-        if not self._runs_of_channels():
+        if not self._channels_innermost():
             return self._product(last=False).view(self.count, *self.shape)
         return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
 
@@ -150,18 +151,32 @@ class Conv(Piece):
     def _product(self, last: bool) -> Tensor:
         """Windows times cotangents, [n·G, O/G, window]. Windows exist for a part of the owners at a time, always in the same
         buffer: on a CPU it is still in the cache when the product reads it."""
-        windows, d = self._windows_last() if last else self._windows(), self._cotangents()
-        n, groups, inner = self.count, self.geometry.groups, math.prod(self.shape[1:])
-        floats = CHUNK_FLOATS["cuda"] if d.is_cuda else WINDOW_FLOATS
-        size = max(1, min(n, floats // max(1, windows.shape[1:].numel())))
-        buffer = d.new_empty(size, *windows.shape[1:])
+        d, n, groups, inner = self._cotangents(), self.count, self.geometry.groups, math.prod(self.shape[1:])
+        size = self._part(d.shape[-1] * inner * groups)
+        windows = self._copied(last, size) if d.is_cuda else self._unfolded(last, size)
         out = d.new_empty(n, groups, self.shape[0] // groups, inner)
         for start in range(0, n, size):
-            part = slice(start, start + size)
-            held = buffer[: min(size, n - start)].copy_(windows[part])
+            part = slice(start, min(n, start + size))
+            held = windows(part.start, part.stop)
             a = held.view(-1, d.shape[-1], inner) if last else held.view(-1, inner, d.shape[-1]).mT
             torch.bmm(d[part].flatten(0, 1), a, out=out[part].flatten(0, 1))
         return out.flatten(0, 1)
+
+    def _part(self, entries: int) -> int:
+        """Owners whose windows, of so many entries each, are formed at a time: parts of about equal size."""
+        room = CHUNK_FLOATS["cuda"] if self.d.is_cuda else WINDOW_FLOATS * torch.get_num_threads()
+        parts = -(-self.count * max(1, entries) // room)
+        return max(1, -(-self.count // max(1, parts)))
+
+    def _unfolded(self, last: bool, size: int) -> Callable[[int, int], Tensor]:
+        way = cheapest(self.x, self.d.shape[2:], self.geometry, last)
+        return Unfolding(self.x, self.views, self.d.shape[2:], self.geometry, way, size)
+
+    def _copied(self, last: bool, size: int) -> Callable[[int, int], Tensor]:
+        """By one strided copy, as a GPU does it best."""
+        windows = self._windows_last() if last else self._windows()
+        buffer = self.d.new_empty(size, *windows.shape[1:])
+        return lambda start, stop: buffer[: stop - start].copy_(windows[start:stop])
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         if self.measured_formed:
@@ -194,15 +209,13 @@ class Conv(Piece):
     def gram(self) -> Tensor:
         (x, size_x), (d, size_d) = unit_scale(self.x, self.count), unit_scale(self.d, self.count)
         scaled = Conv(x, d, self.views, self.shape, self.geometry)
-        norms = gram_norms(*(scaled.windows_last() if self._runs_of_channels() else scaled.windows()))
+        norms = gram_norms(*(scaled.windows_last() if self._channels_innermost() else scaled.windows()))
         return rescaled(norms.view(self.count, self.geometry.groups).sum(1), size_x, size_d)
 
-    def _runs_of_channels(self) -> bool:
-        """Which im2col copies in longer runs: a row of taps with channels innermost, or a row of positions, which strides
-        break. On a GPU channels-last is what the network stores."""
+    def _channels_innermost(self) -> bool:
+        """Which windows are copied faster. On a GPU channels-last is what the network stores."""
         g = self.geometry
-        long = g.kernel[-1] * self.shape[1] * g.stride[-1] >= self.d.shape[-1]
-        return g.groups == 1 and (long or self.x.is_cuda)
+        return g.groups == 1 and (self.x.is_cuda or cheapest(self.x, self.d.shape[2:], g).last)
 
     def windows(self) -> tuple[Tensor, Tensor]:
         """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G]), positions innermost in memory."""
