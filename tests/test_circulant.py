@@ -174,6 +174,69 @@ def test_replacing_the_layers_of_a_model():
     assert model(torch.randn(2, 4, 4, 4)).shape == (2, 3)
 
 
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = self.a
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_layer_under_two_names_has_one_twin(fresh):
+    model = Shared()
+    twin = nearest(model.a.weight.detach(), 4)
+    make_circulant(model, 4, skip=("head",), fresh=fresh)
+    assert isinstance(model.a, CirculantLinear)
+    assert model.a is model.b
+    assert torch.equal(model.a.weight, twin) is not fresh
+    assert [n for n, _ in model.named_parameters()] == ["a.weight", "a.bias", "head.weight", "head.bias"]
+
+
+def test_skipping_one_name_of_a_layer_leaves_it():
+    model = make_circulant(Shared(), 4, skip=("b",))
+    assert type(model.a) is nn.Linear
+    assert model.a is model.b
+    assert isinstance(model.head, CirculantLinear)
+
+
+def test_tied_parameters_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    model[2].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'0.weight' and '2.weight' are one parameter.*'2'"):
+        make_circulant(model, 2)
+    assert type(model[1]) is nn.Linear  # nothing was converted before the refusal
+    make_circulant(model, 2, skip=("2",))
+    assert isinstance(model[1], CirculantLinear)
+    assert model[2].weight is model[0].weight
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 4), nn.Conv2d(4, 4, 3)])
+def test_a_model_that_is_one_layer_has_its_twin_returned(layer):
+    assert isinstance(make_circulant(layer, 2), CirculantLinear | CirculantConv2d)
+    assert make_circulant(layer, 2, skip=("",)) is layer
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"padding": "same", "padding_mode": "reflect"}])
+def test_one_image_without_a_batch_axis(options):
+    layer = CirculantConv2d(3, 5, 3, 2, **options)
+    x = torch.randn(3, 7, 7)
+    torch.testing.assert_close(layer(x), layer(x[None])[0])
+    assert layer(x).shape == layer.to_dense()(x).shape
+    tape = Tape(dict(layer.named_parameters()))
+    attach(layer, tape)
+    try:
+        with pytest.raises(ValueError, match="need \\[rows, C, H, W\\]"):  # whose gradient would it be?
+            layer(x)
+    finally:
+        detach(layer)
+
+
 def test_errors_name_the_cure():
     with pytest.raises(ValueError, match="block_size is 0"):
         CirculantLinear(4, 4, 0)
