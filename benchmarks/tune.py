@@ -1,10 +1,11 @@
 """Tune a preset's learning rate and clipping bound on a split of its *training* set, before the test set is read once.
 
-    python benchmarks/tune.py gredp-table1 --lr 0.05 0.1 0.2 --clip 0.3 1.0 --out benchmarks/results/tune.json
+    python benchmarks/tune.py eq-tuned-trials --lr 2 3 --clip 2 --holdout 5000 --out benchmarks/results/tune.json
 
-Every cell of the preset gets the same grid. The held-out part of the training set is drawn by a fixed seed; noise is
-calibrated for the smaller training set, so that the tuning runs have the preset's ε. What tuning costs in privacy is not
-counted here, as it is not in the papers; the log says how many trials there were.
+Every cell of the preset gets the same grid; cells that differ in these two numbers only are one cell. The held-out part of
+the training set is drawn by a fixed seed; a cell with a target ε has it on the smaller training set too, a cell with a fixed
+σ keeps its σ. What tuning costs in privacy is not counted here, as it is not in the papers; the file says how many trials
+there were. It is written after every trial, and the same command goes on where it stopped. The test set is not read.
 """
 
 from __future__ import annotations
@@ -14,13 +15,42 @@ import dataclasses
 import itertools
 import json
 import time
-from datetime import date
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from resumable import Budget, OutOfTime, Results
 
 from erlangen.data import Dataset, load
 from erlangen.experiments import preset
+from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
+
+
+@dataclass(frozen=True)
+class Trial:
+    cell: str
+    config: TrainConfig
+    seed: int
+
+    @property
+    def given(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "cell": self.cell,
+            "lr": c.lr,
+            "clip": c.max_grad_norm,
+            "seed": self.seed,
+            "steps": c.steps,
+            "batch": c.batch,
+        }
+
+    @property
+    def family(self) -> str:
+        return self.config.data
 
 
 def split(data: Dataset, holdout: int) -> Dataset:
@@ -34,6 +64,30 @@ def split(data: Dataset, holdout: int) -> Dataset:
     )  # fmt: skip
 
 
+def trials(args: argparse.Namespace) -> Iterator[Trial]:
+    """The grid over every cell, each configuration once, seed by seed: all are compared before one is repeated."""
+    cells = [cell for cell in preset(args.preset).cells if args.only is None or args.only in cell.name]
+    options = {"steps": args.steps, "batch": args.batch, "device": args.device, "max_physical_batch": args.physical}
+    changes = {name: value for name, value in options.items() if value is not None}
+    for seed in range(args.seeds):
+        seen: set[str] = set()
+        for cell, lr, clip in itertools.product(cells, args.lr, args.clip):
+            config = dataclasses.replace(cell.config, lr=lr, max_grad_norm=clip, seed=1000 + seed, **changes)
+            if config.to_json() not in seen:
+                seen.add(config.to_json())
+                yield Trial(cell.name, config, seed)
+
+
+def train(trial: Trial, data: Dataset) -> dict[str, Any]:
+    """What the held-out records say at the end."""
+    started = time.perf_counter()
+    session = Session(trial.config, data)
+    for _ in range(session.config.steps):
+        session.step()
+    scores = {name.replace("test_", "heldout_"): value for name, value in session.evaluate().items()}
+    return {**trial.given, **scores, "epsilon": session.epsilon(), "seconds": round(time.perf_counter() - started, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("preset")
@@ -41,23 +95,29 @@ def main() -> None:
     parser.add_argument("--clip", type=float, nargs="+", required=True)
     parser.add_argument("--holdout", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out")
+    parser.add_argument("--only", help="only the cells whose name contains this")
+    parser.add_argument("--steps", type=int, help="in place of the preset's")
+    parser.add_argument("--batch", type=int, help="in place of the preset's")
+    parser.add_argument("--physical", type=int, help="rows in memory at once, in place of the preset's")
+    parser.add_argument("--device")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="begin no trial after so many seconds")
+    parser.add_argument("--out", type=Path, help="default tune-PRESET.json")
     args = parser.parse_args()
-    chosen, trials = preset(args.preset), []
-    for cell in chosen.cells:
-        data = split(load(cell.config.data), args.holdout)
-        for lr, clip, seed in itertools.product(args.lr, args.clip, range(args.seeds)):
-            started = time.perf_counter()
-            session = Session(dataclasses.replace(cell.config, lr=lr, max_grad_norm=clip, seed=1000 + seed), data)
-            for _ in range(session.config.steps):
-                session.step()
-            row = {"cell": cell.name, "lr": lr, "clip": clip, "seed": seed, "steps": session.config.steps,
-                   **session.evaluate(), "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
-            trials.append(row)
+    out = args.out or Path(f"tune-{args.preset}.json")
+    budget, results = Budget(args.budget), Results(out, {"trials": ("cell", "lr", "clip", "seed")})
+    results.hold({"preset": args.preset, "holdout": args.holdout}, unsaid={})
+    parts: dict[str, Dataset] = {}
+    try:
+        for trial in results.left("trials", trials(args)):
+            budget.check()
+            name = trial.config.data
+            parts[name] = parts[name] if name in parts else split(load(name), args.holdout)
+            row = train(trial, parts[name])
+            where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+            results.keep("trials", [row], torch=torch.__version__, device=where)
             print(json.dumps(row), flush=True)
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump({"preset": args.preset, "date": str(date.today()), "holdout": args.holdout, "trials": trials}, file, indent=1)
+    except OutOfTime:
+        print("out of time: run the same command again")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,13 @@ def test_equivariant_noise_is_that_of_the_papers_epsilons():
     assert tiny == pytest.approx(7.997, abs=2e-3)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("eq-") and n != "eq-fig3"])
+def test_the_test_set_is_read_once(name):
+    """At the end; on the way runs are kept by checkpoints alone. Figure 3 is a curve along the run."""
+    for cell in preset(name).cells:
+        assert (cell.config.evaluations, cell.config.checkpoints) == (1, 10)
+
+
 def test_de_et_al_train_until_epsilon_is_spent():
     """Their own batch, noise and steps: each row ends at its ε by RDP, which Table 5's batch would not give."""
     cells = [cell for cell in preset("eq-table6").cells if cell.config.model == "wrn-40-4"]
