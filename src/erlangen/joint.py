@@ -40,7 +40,7 @@ def release(training: PrivateTraining) -> Private:
     """What `PrivateTraining.noised` returns on the first worker, on every worker."""
     workers, mechanism = training.workers, training.mechanism
     if isinstance(mechanism, ShardedGaussian):
-        return Private(sharded.release(training), None)
+        return Private(*sharded.release(training))
     made: list[Private] = []
     told = alike(training)
     mechanism.merge(workers.add_up)

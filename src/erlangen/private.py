@@ -297,8 +297,8 @@ def prepare(
     apart = sharded.is_sharded(module)
     if apart:
         built = sharded.adopt(built, noise, workers)
-        if denoiser is not None or max_physical_batch == "auto" or hasattr(optimizer, "set_noise_variance"):
-            raise ValueError("denoiser, max_physical_batch='auto' and AdamBC are not for sharded parameters (FSDP): leave them out")
+        if denoiser is not None or max_physical_batch == "auto":
+            raise ValueError("denoiser and max_physical_batch='auto' are not for sharded parameters (FSDP): leave them out")
     if criterion is not None and hasattr(built, "use_criterion"):
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)

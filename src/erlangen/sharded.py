@@ -95,6 +95,10 @@ class ShardedGaussian(GaussianMechanism):
         whole = self.noise.perturb(torch.zeros(like.shape, dtype=local.dtype, device=local.device), self.std)
         return local + local_part(whole, like)
 
+    def noise_std(self, name: str) -> Tensor | float:
+        m = self._metric.get(name)
+        return self.std if m is None else _as_shard(self.std * m, self._like[name])
+
     def covariance(self, name: str) -> Tensor:
         d = self.shapes[name].numel()
         m = self.geometry.m[name] if isinstance(self.geometry, Diagonal) else torch.ones(d)
@@ -216,8 +220,9 @@ def record_gathered(module: nn.Module, tape: Tape) -> None:
         shell.reshard()
 
 
-def release(training: PrivateTraining) -> dict[str, Tensor]:
-    """The first worker writes the release down; only then does anybody add noise."""
+def release(training: PrivateTraining) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The first worker writes the release down; only then does anybody add noise. With it, the variance of its noise where
+    the optimizer asks for that."""
     from erlangen.joint import alike
 
     workers, mechanism = training.workers, training.mechanism
@@ -227,7 +232,12 @@ def release(training: PrivateTraining) -> dict[str, Tensor]:
         if sigma != mechanism.noise_multiplier:
             raise ValueError(f"the noise multiplier is {mechanism.noise_multiplier} here and {sigma} on the first worker")
         training.account()
-    return mechanism.finish(training.sampler.expected_batch)
+    expected = training.sampler.expected_batch
+    released = mechanism.finish(expected)
+    if not hasattr(training.optimizer, "set_noise_variance"):
+        return released, None
+    stds = {name: mechanism.noise_std(name) for name in released}
+    return released, {name: std * std / expected**2 for name, std in stds.items()}
 
 
 def _accounted(training: PrivateTraining, told: Callable[[], None]) -> float:

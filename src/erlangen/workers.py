@@ -61,7 +61,7 @@ class Workers:
         result: list[Tensor] = [torch.zeros_like(t) for t in tensors]
         for places, flat in _buckets(tensors):
             there = self._place(flat)
-            with self._asking("adding up gradients"):
+            with self.asking("adding up gradients"):
                 dist.reduce(there, 0, dist.ReduceOp.SUM)
             if self.first:
                 for k, part in zip(places, _split(there.to(flat.device), [tensors[k] for k in places]), strict=True):
@@ -76,7 +76,7 @@ class Workers:
         result: list[Tensor] = list(tensors)
         for places, flat in _buckets(tensors):
             there = self._place(flat)
-            with self._asking("sending gradients"):
+            with self.asking("sending gradients"):
                 dist.broadcast(there, 0)
             for k, part in zip(places, _split(there.to(flat.device), [tensors[k] for k in places]), strict=True):
                 result[k] = part
@@ -98,7 +98,7 @@ class Workers:
         if self.alone:
             return message
         size = self._place(torch.tensor([len(message)]))
-        with self._asking("waiting for the first worker"):
+        with self.asking("waiting for the first worker"):
             dist.broadcast(size, 0)
             held = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self.first and message else None
             body = self._place(torch.zeros(int(size), dtype=torch.uint8) if held is None else held)
@@ -129,7 +129,7 @@ class Workers:
         if self.alone:
             return flag
         said = self._place(torch.tensor([int(flag)]))
-        with self._asking("finding out whether to stop"):
+        with self.asking("finding out whether to stop"):
             dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())
 
@@ -149,7 +149,7 @@ class Workers:
             return
         own = self._place(torch.stack([_checksum(t) for t in weights.values()]).cpu())
         theirs = own.clone()
-        with self._asking("comparing weights"):
+        with self.asking("comparing weights"):
             dist.broadcast(theirs, 0)
         different = [name for name, same in zip(weights, (own == theirs).tolist(), strict=True) if not same]
         if self.any(bool(different)):
@@ -172,7 +172,8 @@ class Workers:
         return t.to(device, copy=True).contiguous()
 
     @contextmanager
-    def _asking(self, doing: str) -> Iterator[None]:
+    def asking(self, doing: str) -> Iterator[None]:
+        """What back ends raise inside is a `LostWorker`."""
         try:
             yield
         except (RuntimeError, ValueError) as error:  # what back ends raise for closed connections and timeouts

@@ -302,7 +302,7 @@ def test_a_lost_worker_ends_the_run_cleanly_and_two_others_resume_it(tmp_path, u
     same_run(uninterrupted, folder)
 
 
-def lost(count: int, folder: Path, event: str, at: int, timeout: float = 60.0) -> list:
+def lost(count: int, folder: Path, event: str, at: int, timeout: float = 60.0, config: TrainConfig = NOISY) -> list:
     """Errors of the workers that are left when the last one is lost."""
     from tests import processes
 
@@ -311,7 +311,7 @@ def lost(count: int, folder: Path, event: str, at: int, timeout: float = 60.0) -
     started = [
         processes.CONTEXT.Process(
             target=processes._process,
-            args=(answers, whole_run, rank, count, str(store), timeout, (str(folder), NOISY, event, at)),
+            args=(answers, whole_run, rank, count, str(store), timeout, (str(folder), config, event, at)),
         )
         for rank in range(count)
     ]

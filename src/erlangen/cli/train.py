@@ -55,9 +55,12 @@ def train(
     seed: int | None = typer.Option(None, help="Makes the run reproducible, and therefore not fit for release."),
     secure: bool | None = typer.Option(None, "--secure", help="Noise and sampling from the system's secure generator."),
     device: str | None = typer.Option(None, help="cpu, cuda or auto."),
+    shard: bool | None = typer.Option(
+        None, "--shard/--no-shard", help="Under torchrun, each process holds a part of the network (FSDP2), not all of it."
+    ),
     out: Path | None = typer.Option(None, help="Folder of the run. Default runs/DATA-TIME."),
     resume: Path | None = typer.Option(
-        None, help="Go on with the run in this folder; --device, --physical-batch and --data (moved) may differ."
+        None, help="Go on with the run in this folder; --device, --physical-batch, --shard and --data (moved) may differ."
     ),
     single_copy: bool = typer.Option(False, "--single-copy", help="Resume with one of the ledger's two copies missing."),
     physical_batch: int | None = typer.Option(None, help="Rows held in memory at once; changes no result."),
@@ -81,6 +84,7 @@ def train(
         "sampling": sampling, "selective": selective,
         "batch": batch, "steps": steps, "lr": lr, "unit": unit, "seed": seed, "secure": secure, "device": device,
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
+        "shard": shard,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     about_data = data_options(unit_pattern, unit_csv, image_size, channels, white, skip_bad, normalise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """Write a nested state of dicts, lists, tensors and plain values; a crash leaves the old file or the new one."""
     from safetensors.torch import save as to_bytes
 
-    tensors: dict[str, Tensor] = {}
-    tree = _strip(state, "", tensors)
+    tree, tensors = taken_apart(state)
     header = {"format": FORMAT, "state": json.dumps(tree)}
-    write_atomically(path, to_bytes({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, header))
+    write_atomically(path, to_bytes(tensors, header))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def load(path: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path} is not an Erlangen checkpoint (format {header.get('format')!r})")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
         tree = json.loads(header["state"])
-        restored = _restore(tree, tensors)
+        restored = put_together(tree, tensors)
     except CheckpointError:
         raise
     except Exception as error:
@@ -68,16 +68,32 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """The same tree with tensors replaced by their names."""
-    if isinstance(value, Tensor):
-        tensors[path] = value.clone()
+def taken_apart(state: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """A tree that JSON can hold, and copies of the tensors it names, in host memory."""
+    tensors: dict[str, Tensor] = {}
+
+    def note(path: str, value: Tensor) -> dict[str, str]:
+        tensors[path] = value.detach().clone().cpu().contiguous()
         return {_TENSOR: path}
+
+    return _walk(state, "", note, pairs=True), tensors
+
+
+def with_tensors(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """The same state with every tensor replaced by ``change(path, tensor)``, in a fixed order."""
+    changed: dict[str, Any] = _walk(state, "", change, pairs=False)
+    return changed
+
+
+def _walk(value: Any, path: str, visit: Callable[[str, Tensor], Any], pairs: bool) -> Any:
+    """The same tree with tensors replaced; with ``pairs`` dictionaries become lists of pairs, which keep integer keys."""
+    if isinstance(value, Tensor):
+        return visit(path, value)
     if isinstance(value, dict):
-        pairs = [[_key(k), _strip(v, f"{path}/{k}", tensors)] for k, v in value.items()]
-        return {"pairs": pairs}
+        inner = {_key(k): _walk(v, f"{path}/{k}", visit, pairs) for k, v in value.items()}
+        return {"pairs": [list(item) for item in inner.items()]} if pairs else inner
     if isinstance(value, (list, tuple)):
-        return [_strip(v, f"{path}/{k}", tensors) for k, v in enumerate(value)]
+        return [_walk(v, f"{path}/{k}", visit, pairs) for k, v in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
@@ -91,11 +107,12 @@ def _key(key: Any) -> Any:
     raise TypeError(f"state has a key of type {type(key).__name__}; use strings or integers")
 
 
-def _restore(tree: Any, tensors: dict[str, Tensor]) -> Any:
+def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What was `taken_apart`."""
     if isinstance(tree, dict):
         if _TENSOR in tree:
             return tensors[tree[_TENSOR]]
-        return {key: _restore(value, tensors) for key, value in tree["pairs"]}
+        return {key: put_together(value, tensors) for key, value in tree["pairs"]}
     if isinstance(tree, list):
-        return [_restore(value, tensors) for value in tree]
+        return [put_together(value, tensors) for value in tree]
     return tree

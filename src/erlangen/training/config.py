@@ -54,6 +54,7 @@ class TrainConfig:
     max_physical_batch: int | None = None
     pad: bool = False
     graph: bool = False
+    shard: bool = False
     strategy: str = "auto"
     precision: str = "auto"
     seed: int | None = None
@@ -101,6 +102,22 @@ class TrainConfig:
             raise ConfigError("epsilon and noise_multiplier exclude each other: give the one you mean")
         if self.noise_multiplier is None and self.epsilon is None:
             raise ConfigError("give epsilon (σ is then calibrated) or noise_multiplier")
+        if self.shard:
+            self._refuse_with_shard()
+
+    def _refuse_with_shard(self) -> None:
+        """What is not proved, or asks for more than its own part of the network, with sharded parameters."""
+        for name, ok, cure in (
+            ("mechanism", self.mechanism in ("iso", "rep", "shuffle"), "choose iso, rep or shuffle"),
+            ("clipping", self.clipping != "adaptive", "choose a bound that stays: flat, per-layer, auto-s or psac"),
+            ("sampling", self.sampling == "poisson", "choose poisson"),
+            ("selective", not self.selective, "leave it out"),
+            ("denoise", self.denoise == "none", "choose none"),
+            ("graph", not self.graph, "leave it out"),
+            ("non_private", not self.non_private, "leave it out"),
+        ):
+            if not ok:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, which --shard cannot do; {cure}, or leave --shard out")
 
     def settled(self, records: int) -> TrainConfig:
         """With every open choice made from *public* facts: the number of records and the other options."""

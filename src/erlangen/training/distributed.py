@@ -104,6 +104,10 @@ def begin(session: Session, last: int) -> int:
     if workers.alone:
         return last
     last, workers.begun = workers.decide(lambda: last), True
+    if session.shards is not None:
+        session.shards.hand_out()
+        session.shards.leading = workers.first
+        return last
     if last == session.step_count and workers.first:
         workers.tell(b"")
         return last
@@ -116,6 +120,24 @@ def begin(session: Session, last: int) -> int:
             path.write_bytes(content)
             session.load_state_dict(checkpoint.load(path))
     return last if content else session.step_count
+
+
+def meet(session: Session, for_good: bool = False) -> None:
+    """Between two steps the first worker may ask the others to evaluate or gather shards with it; until here they attend."""
+    shards = session.shards
+    if shards is None:
+        return
+    if not session.workers.first:
+        shards.attend()
+    else:
+        shards.dismiss()
+        shards.leading = shards.leading and not for_good
+
+
+def anyone_asks(session: Session, asked: list[int]) -> bool:
+    """Whether any worker was asked to stop."""
+    meet(session)
+    return session.workers.any(bool(asked))
 
 
 def give_up(workers: Workers, error: BaseException) -> None:
@@ -138,6 +160,8 @@ def follow(workers: Workers) -> Session:
     with stop_requests() as asked:
         while session.step_count < last:
             session.step()
-            if workers.any(bool(asked)) and session.step_count < last:
+            if anyone_asks(session, asked) and session.step_count < last:
+                meet(session)
                 raise Interrupted(f"rank {workers.rank} stopped after step {session.step_count}")
+    meet(session)
     return session

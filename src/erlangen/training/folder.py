@@ -19,7 +19,7 @@ from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 
 #: options that change no result: a run may be resumed with others, and equal seeds give equal weights whatever they are
-NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "evaluations", "checkpoints")
+NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "shard", "evaluations", "checkpoints")
 
 
 def absolute(data: str) -> str:

@@ -32,7 +32,7 @@ from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
-from erlangen.training.distributed import begin
+from erlangen.training.distributed import anyone_asks, begin, meet
 from erlangen.training.folder import absolute, append_line, open_folder, remark_on, stream_id, write
 from erlangen.training.metrics import near_zero
 from erlangen.training.session import Session, load_data
@@ -78,6 +78,7 @@ def train(
     config = replace(config, data=absolute(config.data) if dataset is None else dataset.name)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
+    _remark_on_shards(config, workers, say)
     if out is None:
         return _run(Session(config, dataset, workers=workers), None, None, watch)
     folder = open_folder(out, overwrite)
@@ -105,13 +106,14 @@ def resume(
 ) -> Result:
     """Go on where a run stopped, also on another device, with another physical batch size, or with moved data.
 
-    What changes no result may change: ``device``, ``max_physical_batch``, and ``data`` if it holds the same records.
+    What changes no result may change: ``device``, ``max_physical_batch``, ``shard``, and ``data`` if it holds the same records.
     Damage to the ledger is repaired and said; every release it counts stays spent, whatever checkpoint is resumed.
     """
     folder = Path(folder)
     config = _resumed_config(folder, changes)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
+    _remark_on_shards(config, workers, say)
     with _old_ledger(folder, config, dataset, single_copy) as ledger:
         if ledger.book.data != dataset.fingerprint():
             raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs")
@@ -128,8 +130,17 @@ def resume(
         if finished is not None:
             say(f"{folder} is complete: {_why_complete(finished)}; nothing was trained")
             begin(session, session.step_count)
+            meet(session, for_good=True)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
+
+
+def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:
+    if config.shard and (workers is None or workers.alone):
+        say(
+            "shard does nothing here: there is one process, and it holds the whole network; start several with torchrun "
+            "--nproc-per-node N -m erlangen train …"
+        )
 
 
 def _handed_over(dataset: Dataset, config: TrainConfig) -> Dataset:
@@ -145,7 +156,7 @@ def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
         begun = (folder / "ledger.jsonl").exists()
         cure = f"; it ended before training began: start it again with --out {folder} --overwrite" if begun else ""
         raise ConfigError(f"{folder} holds no run to resume: there is no config.json{cure}")
-    not_allowed = set(changes) - {"data", "device", "max_physical_batch"}
+    not_allowed = set(changes) - {"data", "device", "max_physical_batch", "shard"}
     if not_allowed:
         raise ConfigError(f"{', '.join(sorted(not_allowed))} cannot change in a resumed run; start a new one")
     if "data" in changes:
@@ -239,8 +250,9 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
                     _keep(session, folder, ledger)
                 if watch is not None:
                     watch(session, metrics)
-                if session.workers.any(bool(asked)) and session.step_count < last:
+                if anyone_asks(session, asked) and session.step_count < last:
                     _record(session, folder, ledger)
+                    meet(session, for_good=True)
                     raise Interrupted(_stopped(session, folder, ledger, f"after step {session.step_count}"))
         except KeyboardInterrupt:
             where = f"in the middle of step {session.step_count + 1}"
@@ -252,6 +264,7 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
     if folder is not None and ledger is not None:
         summary["ledger_notes"] = list(ledger.book.notes)
         _leave(session, folder, ledger, summary)
+    meet(session, for_good=True)
     return Result(summary, session, folder)
 
 

@@ -40,6 +40,7 @@ from erlangen.models import make_model
 from erlangen.private import PrivateTraining, refuse_module
 from erlangen.sampling import Units
 from erlangen.sampling.physical import static_rows
+from erlangen.sharded import record_gathered
 from erlangen.streams import Stream
 from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
@@ -51,13 +52,15 @@ from erlangen.training.graphs import PartGraph
 from erlangen.training.metrics import evaluate, near_zero
 from erlangen.training.normalise import release_normalisation, wants_private
 from erlangen.training.public import PublicPredictions, predictions
+from erlangen.training.shards import Shards, with_everybody
 from erlangen.workers import Workers
 
 
 class Session:
     """A run that can be stepped, evaluated, saved and continued. ``run_id`` separates its random streams from others'.
 
-    Several ``workers`` hold the same session and step it together; the results do not depend on how many they are.
+    Several ``workers`` hold the same session and step it together; the results do not depend on how many they are. With
+    ``shard`` each holds its part of the model: evaluating, gathering weights and states then needs all of them.
     """
 
     def __init__(
@@ -88,8 +91,12 @@ class Session:
             torch.from_numpy(dataset.x_train).to(self.device),
             torch.from_numpy(dataset.y_train).to(self.device),
         )
+        #: where each worker holds a part of the model
+        self.shards = Shards(self) if config.shard and not self.workers.alone else None
         self.model = self._model()
         self.workers.align(self.model)
+        if self.shards is not None:
+            self.shards.split(self._mechanism())
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.optimizer = self._optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
@@ -123,6 +130,8 @@ class Session:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Stream("init", config.seed, self.run_id).at(0).initial_seed())
             model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, **config.model_options)
+        if self.shards is not None:  # its parts go to the device one by one
+            return model
         model = model.to(self.device)
         return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model  # type: ignore[call-overload]
 
@@ -139,20 +148,28 @@ class Session:
             return begun * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, self.config.steps))))
         return begun
 
-    def _private(self) -> PrivateTraining:
+    def _mechanism(self) -> Mechanism:
+        """For the model as it was built, after a look at whether it mixes records."""
         config = self.config
         refuse_module(self.model)
+        device = next(self.model.parameters()).device
         with torch.no_grad():
-            check_independence(self.model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
+            check_independence(self.model, (torch.randn(3, *self.dataset.input_shape, device=device),))
         noise = SecureNoise() if config.secure else StreamNoise(config.seed, self.run_id)
         rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
         sigma = 1.0 if config.noise_multiplier is None else config.noise_multiplier
         context = Context(sigma, rule, noise, self.model, config.batch, config.mechanism_options)
-        mechanism = make_mechanism(config.mechanism, context)
+        return make_mechanism(config.mechanism, context)
+
+    def _private(self) -> PrivateTraining:
+        config = self.config
+        mechanism = self._mechanism() if self.shards is None else self.shards.mechanism
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         mechanism.bind(parameters, config.batch)
         tape = Tape(parameters, "sum", config.strategy)
         tape.metric = mechanism.metric
+        if self.shards is not None:
+            record_gathered(self.model, tape)
         training = PrivateTraining(
             self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser, self.workers
         )
@@ -173,7 +190,7 @@ class Session:
     def _frozen(self) -> FrozenTrunk | None:
         """Features of layers that do not train, where they are the same at every step and used more than once."""
         config = self.config
-        fixed = config.views == 1 and config.augment == "none" and config.mechanism != "clipless"
+        fixed = config.views == 1 and config.augment == "none" and config.mechanism != "clipless" and self.shards is None
         if not fixed or config.steps * config.batch <= len(self.x):
             return None
         autocast = partial(torch.autocast, self.device.type, torch.bfloat16, self.halved)
@@ -187,6 +204,7 @@ class Session:
 
     # -- running --------------------------------------------------------------------------------------------------
 
+    @with_everybody
     def step(self) -> None:
         """One logical batch: one draw, one release, one update."""
         config = self.config
@@ -270,6 +288,7 @@ class Session:
         owners = RowMap.of(owner.repeat_interleave(count)) if grouped else RowMap.regular(len(rows), count, valid)
         self.training.announce(owners, first, last)
 
+    @with_everybody
     def evaluate(self) -> dict[str, float]:
         """Public test metrics of the averaged weights; empty without a test set."""
         if self.dataset.x_test is None or self.dataset.y_test is None:
@@ -278,6 +297,7 @@ class Session:
         with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
             return evaluate(self.model, x, y, self.dataset.classes)
 
+    @with_everybody
     def public_predictions(self) -> PublicPredictions | None:
         """Of the averaged weights on the public test set; None without one."""
         if self.dataset.x_test is None or self.dataset.y_test is None:
@@ -291,14 +311,17 @@ class Session:
         assert self.config.delta is not None
         return self.accountant.epsilon(self.config.delta, method) if self.accountant.steps else 0.0  # type: ignore[arg-type]
 
+    @with_everybody
     def weights(self) -> dict[str, Tensor]:
         """What is released: the averaged weights, or the last ones."""
-        return dict(self.ema.average) if self.ema is not None else dict(self.model.state_dict())
+        weights = dict(self.ema.average) if self.ema is not None else dict(self.model.state_dict())
+        return weights if self.shards is None else self.shards.gathered(weights)
 
     # -- continuing -----------------------------------------------------------------------------------------------
 
+    @with_everybody
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state = {
             "step": self.step_count,
             "model": dict(self.model.state_dict()),
             "ema": None if self.ema is None else self.ema.state_dict(),
@@ -309,6 +332,7 @@ class Session:
             "sampler": self.sampler.state_dict(),
             **{name: part.state_dict() for name, part in self._companions().items()},
         }
+        return state if self.shards is None else self.shards.gathered(state)
 
     def mechanism_facts(self) -> dict[str, Any]:
         """The mechanism's plain facts, and those of what releases beside it."""
@@ -320,6 +344,8 @@ class Session:
         return {name: part for name, part in both.items() if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.shards is not None:
+            state = self.shards.received(state)
         self.step_count = int(state["step"])
         self.model.load_state_dict(state["model"])
         if self.ema is not None and state["ema"] is not None:
