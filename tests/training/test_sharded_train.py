@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from erlangen.accounting import certificate_check
@@ -19,10 +20,12 @@ from erlangen.accounting.ledger import read_ledger
 from erlangen.mechanisms import StreamNoise
 from erlangen.training import run, shards
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.session import Session
 from erlangen.workers import LostWorker, Workers
 from tests.processes import together
-from tests.training.test_distributed import CNN, NOISY, SMALL, flat, lost, same_run, session_of, whole_run
+from tests.training.test_distributed import CNN, NOISY, SMALL, flat, lost, patients, same_run, session_of, whole_run  # noqa: F401
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHARDED = dataclasses.replace(SMALL, shard=True)
 CASES = {
     "views in parts": {"views": 2, "augment": "shift", "max_physical_batch": 4},
@@ -90,12 +93,46 @@ def test_two_shards_train_what_one_process_trains():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
-def test_every_rule_and_layer_on_more_shards(count):
-    check_same(count, CASES)
+def test_every_rule_and_layer_on_more_shards(count, patients):  # noqa: F811
+    grouped = {"data": str(patients), "unit": "who", "batch": 6, "max_physical_batch": 8, "noise_multiplier": 0.3}
+    check_same(count, CASES | {"patients": grouped})
 
 
 def test_layers_too_small_to_be_gathered_alone_are_gathered_together():
     check_same(2, {"cnn": CNN}, least=shards.LEAST)
+
+
+class Only(Workers):
+    """A group of one that shards all the same: what a device can be asked without a second one."""
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+
+def on_one_device(workers: Workers, device: str) -> list[torch.Tensor]:
+    """A part of the noise's stream is the device's, so that all of it is drawn where it is used."""
+    if device == "cuda":
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    shards.LEAST = 0
+    out = []
+    for precision in ("float32", "auto"):
+        for group in (workers, Only()):
+            config = dataclasses.replace(SHARDED, **CNN, device=device, precision=precision, noise_multiplier=0.7)
+            session = Session(config, workers=group)
+            for _ in range(3):
+                session.step()
+            session.evaluate()
+            out.append(flat(session.weights()).cpu())
+    return out
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_shards_live_on_the_device(device):
+    whole, parts, half, half_parts = together(1, on_one_device, device)[0]
+    assert float((whole - parts).abs().max()) <= 1e-6
+    assert float((half - half_parts).abs().max()) <= 1e-2, "16-bit products, in another layout of the filters"
 
 
 # --- the noise ------------------------------------------------------------------------------------------------------
