@@ -1,6 +1,6 @@
 """Attacks on mechanisms as their papers wrote them down, run through the library's own code.
 
-    python -m tests.mechanisms.attacks          prints the figures of docs/methods (about a minute)
+    python -m tests.mechanisms.attacks          prints the figures of docs/methods (some minutes)
 
 A lower bound is ε_L = ln((TPR_L − δ)/FPR_U): 99.9 % Clopper–Pearson limits on trials that did not choose the threshold.
 """
@@ -14,7 +14,16 @@ from scipy.stats import beta
 from torch import Tensor
 
 from erlangen import accounting
-from erlangen.mechanisms import Direction, Fourier, Layerwise, PublishedGeoDP, PublishedGReDP, StreamNoise
+from erlangen.mechanisms import (
+    Direction,
+    Fourier,
+    GaussianMechanism,
+    Layerwise,
+    PublishedGeoDP,
+    PublishedGReDP,
+    StreamNoise,
+)
+from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
 
 DELTA = 1e-5
 CONFIDENCE = 0.999
@@ -102,8 +111,44 @@ def attack_geodp(sigma: float, beta_: float, d: int, batch: int, trials: int, so
     return lower_bound(*scores)
 
 
+def attack_importance(sigma: float, rate: float, records: int, trials: int, sound: bool = False) -> float:
+    """Everybody's gradient is C·e_1 but the canary's, which is long and orthogonal. Normalised by the sum of norms, its
+    length takes their probability from all others: the batch shrinks, whether the canary is drawn or not."""
+    rule = ImportanceSampling(rate, 1.0, as_published=not sound, seed=1)
+    mechanism = GaussianMechanism(sigma, 1.0, noise=StreamNoise(1))
+    gradients = torch.tensor([1.0, 0.0]).repeat(records, 1)
+    canary = torch.tensor([[0.0, 1e6]])
+    mechanism.bind({"w": gradients[0]}, rate * records)
+
+    def statistic(rows: Tensor) -> float:
+        drawn, weights = rule.draw(rows.norm(dim=1))
+        return -float(mechanism.release({"w": rows[drawn] * weights[:, None]})["w"][0])
+
+    both = torch.cat([gradients, canary])
+    return lower_bound(*[torch.tensor([statistic(rows) for _ in range(trials)]) for rows in (both, gradients)])
+
+
+def attack_selective(sigma: float, trials: int) -> float:
+    """Decisions alone, on a batch whose changes of loss sum to −3σ bounds; the canary's is clipped at one bound. What is
+    read is whether an update was rejected, which costs nothing if only accepted updates are paid for."""
+    judge = SelectiveUpdate(1, 1.0, sigma, lambda _: None, bound=1.0, seed=1)
+    before = torch.zeros(31)
+    others = torch.cat([torch.full((30,), -sigma / 10), torch.zeros(1)])
+    scores = []
+    for canary in (50.0, 0.0):
+        after = others.clone()
+        after[-1] = canary
+        scores.append(torch.tensor([float(not judge.decide(before, after)) for _ in range(trials)]))
+    return lower_bound(*scores)
+
+
 def exact(multiplier: float) -> float:
     return accounting.epsilon(accounting.gaussian(multiplier), DELTA)
+
+
+def sampled(multiplier: float, rate: float) -> float:
+    """ε of one Poisson-sampled release."""
+    return accounting.epsilon(accounting.poisson(rate, accounting.gaussian(multiplier)), DELTA)
 
 
 def main() -> None:
@@ -128,6 +173,12 @@ def main() -> None:
     print(f"GeoDP as published, σ = 8, β = 0.1, d = 500: claimed ε = {exact(8.0):.3f}, lower bound {found:.2f}")
     found = attack_geodp(8.0, 0.1, 500, 4096, 12_000, sound=True)
     print(f"GeoDP direction form, same attack: exact ε = {exact(8.0):.3f}, lower bound {found:.2f}")
+    for sound in (False, True):
+        found = attack_importance(8.0, 0.1, 1000, 12_000, sound)
+        form = "bounded, same attack" if sound else "as published"
+        print(f"IS {form}, σ = 8, q = 0.1, N = 1000: accounted ε = {sampled(8.0, 0.1):.3f}, lower bound {found:.2f}")
+    found = attack_selective(1.0, 100_000)
+    print(f"SUR, rejections at σ = 1: not paid for 0, lower bound {found:.2f}, exact {exact(1.0):.2f}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from erlangen.accounting import delta, epsilon, gaussian, poisson
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
 from erlangen.mechanisms.diagnostics import NON_PRIVATE, efficiency, gradient_error, measure, measure_efficiency
+from tests.mechanisms.attacks import attack_importance, attack_selective, exact, sampled
 from tests.mechanisms.test_spectral import build
 
 # -- selective update and release -----------------------------------------------------------------------------------
@@ -156,6 +157,19 @@ def test_importance_sampling_events():
     assert epsilon(published.event(gaussian(100.0)), 1e-5) == math.inf
     a, b = published.probabilities(torch.tensor([1.0, 1.0])), published.probabilities(torch.tensor([1.0, 9.0]))
     assert float(a[0]) != float(b[0])  # one record's norm moves another's inclusion
+
+
+def test_importance_sampling_as_published_is_refuted_by_experiment():
+    """One long gradient takes everybody else's probability: seen at once, though σ = 8 and q = 0.1 account for ε = 0.042."""
+    accounted = sampled(8.0, 0.1)
+    assert accounted < 0.1
+    assert attack_importance(8.0, 0.1, 1000, 1000) > 3
+    assert attack_importance(8.0, 0.1, 1000, 1000, sound=True) < accounted
+
+
+def test_a_rejection_is_an_answer():
+    """Rejected updates that are not paid for: the decisions alone have a lower bound far above 0."""
+    assert 0.7 < attack_selective(1.0, 8_000) < exact(1.0)
 
 
 def test_importance_state_and_secure_draws():
