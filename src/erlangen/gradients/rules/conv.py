@@ -90,8 +90,8 @@ class Conv(Piece):
         return self.euclidean_only
 
     def dense(self) -> Tensor:
-        """Measured: on a GPU im2col and one batched product; on a CPU the native kernel owner by owner, unless owners
-        are so small that its overhead counts."""
+        """Measured: im2col and batched products; on a CPU the native kernel owner by owner, where owners are so large that
+        calling it costs little beside what it computes."""
         if self.geometry.transposed or not self.count:
             return self._dense_by_owner()
         if self.has_kernel():
