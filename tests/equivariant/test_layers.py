@@ -75,6 +75,7 @@ def test_equivariance_and_export(layer: EquivariantModule) -> None:
             parameter.normal_()
     layer.check_equivariance()
     plain = export(layer).eval()
+    assert not any(isinstance(m, EquivariantModule) for m in plain.modules())
     x = torch.randn(2, layer.in_type.size, 9, 9)
     assert torch.allclose(plain(x), layer.eval()(x), atol=1e-5)
     assert layer(x).shape[1] == layer.out_type.size

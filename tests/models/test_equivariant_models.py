@@ -1,6 +1,7 @@
 """Equivariant networks: published parameter counts, equivariance end to end, build time, export, ordinary behaviour."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 
 from erlangen.equivariant import EquivarianceError, EquivariantGroupNorm, cyclic, dihedral, export
 from erlangen.equivariant.checks import move_image, smooth_input
+from erlangen.equivariant.plain import FieldNorm, FieldNorms, PreActivation, Scale
 from erlangen.models.equivariant import (
     EquivariantClassifier,
     c8_steerable_cnn,
@@ -19,6 +21,7 @@ from erlangen.models.equivariant import (
     equivariant_wrn_40_1,
     fields_by_rule,
 )
+from erlangen.models.resnet import Residual
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -64,10 +67,19 @@ def test_tuned_variant_has_the_size_of_the_measured_one() -> None:
     assert fields_by_rule(cyclic(4), 64) == 39
 
 
+#: what has no twin in torch.nn: sums of layers, constants, fields that are sums of channels
+PLAIN = {Residual, PreActivation, Scale, FieldNorm, FieldNorms}
+
+
+def so2_network() -> EquivariantClassifier:
+    return equivariant_resnet9(layout=(4, 8, 16), group="SO(2)", frequency=1, restriction=False, invariant=True)
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda: equivariant_resnet9(layout=(4, 8, 16)),
+        so2_network,
         lambda: equivariant_resnet9(layout=(4, 8, 16), group="C8", scale_norm=True, head_pool="avg", head_size=2),
         lambda: equivariant_resnet9(layout=(4, 8, 16), group="C4", restriction=False, per_element=True, norm_groups=1),
         lambda: equivariant_resnet9(layout=(4, 8, 16), group="SO(2)", frequency=1),
@@ -86,7 +98,27 @@ def test_networks_are_equivariant_and_export(build) -> None:
         assert logits.shape == (2, 10)
         plain = export(model).eval()
         assert torch.allclose(plain(x), logits, atol=1e-4)
-    assert not any("Steerable" in type(m).__name__ for m in plain.modules())
+    for name, module in plain.named_modules():
+        kind = type(module)
+        assert kind.__module__.startswith("torch.nn") or kind in PLAIN, f"{name} is {kind}"
+        held = {type(value).__module__ for value in vars(module).values()}
+        assert not any(place.startswith("erlangen") for place in held), f"{name} holds {held}"
+
+
+@pytest.mark.parametrize(
+    "build", [d4_resnet9_tuned, lambda: equivariant_wrn40(depth=10), so2_network], ids=["D4", "WRN", "SO2"]
+)
+def test_exported_networks_are_understood_by_torch(build) -> None:
+    """`torch.export`, tracing and pickle give the same outputs, in double precision too."""
+    model = randomised(build()).double().eval()
+    plain, x = export(model), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.allclose(plain(x), expected, rtol=1e-10, atol=1e-10)
+        traced = torch.jit.trace(plain, x)
+        assert torch.allclose(traced(x), expected, rtol=1e-10, atol=1e-10)
+        assert torch.allclose(torch.export.export(plain, (x,)).module()(x), expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(pickle.loads(pickle.dumps(plain))(x), plain(x))
 
 
 def test_invariant_heads_do_not_see_the_pose() -> None:

@@ -11,24 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.equivariant import FieldInstanceNorm, FourierNonlinearity, GatedNonlinearity, GroupPool, NormNonlinearity
 from erlangen.lipschitz.activations import GroupSort, Householder
 from erlangen.lipschitz.inputs import _INSIDE, BoundedInput, converted
 from erlangen.lipschitz.pooling import _EPS, L2NormPool2d
 from erlangen.lipschitz.shape import Bias, LayerCentering
-
-
-def pointwise_conv(matrix: Tensor) -> nn.Conv2d:
-    """The 1×1 convolution with this matrix [out, in]."""
-    conv = nn.Conv2d(matrix.shape[1], matrix.shape[0], 1, bias=False).to(matrix)
-    with torch.no_grad():
-        conv.weight.copy_(matrix[..., None, None])
-    return conv
-
-
-def members(field_of: Tensor, fields: int) -> Tensor:
-    """[fields, channels]: 1 where the channel belongs to the field."""
-    return F.one_hot(field_of, fields).T.to(torch.get_default_dtype())
 
 
 class Normalise(nn.Module):
@@ -154,84 +140,3 @@ class Reflect(nn.Module):
         first = torch.where(keep, a, a * self.cos + b * self.sin)
         second = torch.where(keep, b, a * self.sin - b * self.cos)
         return torch.cat((first, second), -1).movedim(-1, self.dim)
-
-
-class FieldNorm(nn.Module):
-    """`FieldInstanceNorm` as means over space and 1×1 convolutions between channels and fields."""
-
-    def __init__(self, layer: FieldInstanceNorm) -> None:
-        super().__init__()
-        self.eps = layer.eps
-        invariants, fields = layer.invariants.detach(), len(layer.in_type)
-        to_channels = members(layer.field_of, fields).T
-        if layer.weight is not None:
-            to_channels = to_channels * layer.weight.detach()
-        self.mean, self.energy = pointwise_conv(invariants @ invariants.T), pointwise_conv(layer.spread.T)
-        self.scale = pointwise_conv(to_channels)
-        bias = torch.zeros(len(invariants)) if layer.bias is None else invariants @ layer.bias.detach()
-        self.register_buffer("bias", bias.view(1, -1, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        centred = x - self.mean(x.mean((2, 3), keepdim=True))
-        energy = self.energy(centred.square().mean((2, 3), keepdim=True))
-        return centred * self.scale(torch.rsqrt(energy + self.eps)) + self.bias
-
-
-def fourier(layer: FourierNonlinearity) -> nn.Module:
-    """To samples on the group, the function, and back: two grouped 1×1 convolutions."""
-    count, (samples, size) = len(layer.in_type), layer.samples.shape
-    there, back = (
-        nn.Conv2d(count * n, count * m, 1, groups=count, bias=False).to(layer.samples)
-        for n, m in ((size, samples), (samples, size))
-    )
-    with torch.no_grad():
-        there.weight.copy_((layer.samples * layer.gain).repeat(count, 1)[..., None, None])
-        back.weight.copy_((layer.samples / layer.gain).T.repeat(count, 1)[..., None, None])
-    return nn.Sequential(there, layer.function, back)
-
-
-class FieldNorms(nn.Module):
-    """√(‖x_f‖² + ε) of each field."""
-
-    def __init__(self, field_of: Tensor, fields: int, eps: float) -> None:
-        super().__init__()
-        self.sum, self.eps = pointwise_conv(members(field_of, fields)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.sum(x.square()) + self.eps).sqrt()
-
-
-def group_pool(layer: GroupPool) -> nn.Module:
-    if layer.mode == "norm":
-        return FieldNorms(layer.field_of, len(layer.in_type), layer.eps)
-    return layer.export()
-
-
-class NormGate(nn.Module):
-    """`NormNonlinearity`."""
-
-    def __init__(self, layer: NormNonlinearity) -> None:
-        super().__init__()
-        fields = len(layer.in_type)
-        self.norms = FieldNorms(layer.field_of, fields, layer.eps)
-        self.spread = pointwise_conv(members(layer.field_of, fields).T)
-        bias = torch.zeros(fields) if layer.bias is None else layer.bias.detach()
-        self.register_buffer("bias", bias.view(1, -1, 1, 1))
-        self.relu = layer.function == "relu"
-
-    def forward(self, x: Tensor) -> Tensor:
-        norms = self.norms(x)
-        shifted = norms + self.bias
-        return x * self.spread(torch.relu(shifted) / norms if self.relu else torch.sigmoid(shifted))
-
-
-class Gate(nn.Module):
-    """`GatedNonlinearity`."""
-
-    def __init__(self, layer: GatedNonlinearity) -> None:
-        super().__init__()
-        self.size = layer.out_type.size
-        self.spread = pointwise_conv(members(layer.field_of, len(layer.out_type)).T)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, : self.size] * self.spread(torch.sigmoid(x[:, self.size :]))

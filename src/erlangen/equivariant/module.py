@@ -11,7 +11,14 @@ from erlangen.equivariant.constants import ConstantsModule
 from erlangen.equivariant.fields import FieldType
 
 
-class EquivariantModule(ConstantsModule):
+class Exportable:
+    """Knows its plain form; `export` asks for it."""
+
+    def export(self) -> nn.Module:
+        raise NotImplementedError
+
+
+class EquivariantModule(ConstantsModule, Exportable):
     """A map from features of type ``in_type`` to features of type ``out_type`` that commutes with the group.
 
     Inputs and outputs are plain tensors [batch, channels, height, width]. The types are attributes, not tensors, so
@@ -37,7 +44,7 @@ class EquivariantModule(ConstantsModule):
         return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=bound)
 
     def export(self) -> nn.Module:
-        """A plain torch layer with the same outputs; where torch has none, a copy with exported children."""
+        """A plain torch layer with the same outputs on feature maps; a layer without one of its own keeps its class."""
         return _export_children(self)
 
     def extra_repr(self) -> str:
@@ -45,8 +52,14 @@ class EquivariantModule(ConstantsModule):
 
 
 def export(network: nn.Module) -> nn.Module:
-    """A copy of ``network`` in which every equivariant layer has become the plain torch layer with the same outputs."""
-    return network.export() if isinstance(network, EquivariantModule) else _export_children(network)
+    """A copy of ``network`` in which every equivariant layer has become a plain torch layer with the same outputs.
+
+    Layers of this package and the networks of ``erlangen.models`` leave nothing of theirs behind: no types, no
+    representations; ``torch.export``, ``torch.jit.trace`` and pickle take the result.
+    """
+    exported = network.export() if isinstance(network, Exportable) else _export_children(network)
+    like = next(network.parameters(), None)
+    return exported if like is None else exported.to(like)
 
 
 def _export_children(network: nn.Module) -> nn.Module:

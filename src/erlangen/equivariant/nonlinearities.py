@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType, fields, trivial_fields
 from erlangen.equivariant.groups import Group
 from erlangen.equivariant.module import EquivariantModule, require_permutation
+from erlangen.equivariant.plain import Gate, NormGate, fourier, members
 from erlangen.equivariant.representations import fourier_matrix, spectral
 
 
@@ -65,6 +66,13 @@ class NormNonlinearity(EquivariantModule):
         along = torch.zeros_like(norms).index_add(1, self.field_of, gradient * x) * slope
         return along.flatten(2).sum(2) if x.dim() > 2 else along
 
+    @torch.no_grad()
+    def export(self) -> nn.Module:
+        """The same on feature maps by 1×1 convolutions; the bias becomes a constant."""
+        bias = torch.zeros(len(self.in_type), device=self.field_of.device) if self.bias is None else self.bias.clone()
+        belongs = members(self.field_of, len(self.in_type), bias)
+        return NormGate(belongs, bias, self.eps, self.function == "relu").train(self.training)
+
     def init_std(self) -> dict[str, Tensor]:
         return {name: torch.ones_like(parameter) for name, parameter in self.named_parameters()}
 
@@ -90,6 +98,10 @@ class GatedNonlinearity(EquivariantModule):
     def forward(self, x: Tensor) -> Tensor:
         values, gates = x.split([self.out_type.size, len(self.out_type)], dim=1)
         return values * torch.sigmoid(gates).index_select(1, self.field_of)
+
+    def export(self) -> nn.Module:
+        like = torch.empty((), device=self.field_of.device)
+        return Gate(members(self.field_of, len(self.out_type), like)).train(self.training)
 
 
 class FourierNonlinearity(EquivariantModule):
@@ -117,3 +129,8 @@ class FourierNonlinearity(EquivariantModule):
         split = x.unflatten(1, (len(self.in_type), -1))
         values = self.function(torch.einsum("gd,nfd...->nfg...", self.samples * self.gain, split))
         return torch.einsum("gd,nfg...->nfd...", self.samples / self.gain, values).flatten(1, 2)
+
+    def export(self) -> nn.Module:
+        """Two grouped 1×1 convolutions around the function."""
+        function = copy.deepcopy(self.function)
+        return fourier(self.samples, self.gain, len(self.in_type), function).train(self.training)

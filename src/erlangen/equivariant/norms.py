@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.module import EquivariantModule, require_permutation
+from erlangen.equivariant.plain import FieldNorm, members, permutation_conv
 
 
 class EquivariantGroupNorm(EquivariantModule):
@@ -100,14 +101,6 @@ class EquivariantGroupNorm(EquivariantModule):
         return f"{self.in_type}, groups={self.groups}, per_element={self.per_element}, eps={self.eps}"
 
 
-@torch.no_grad()
-def permutation_conv(order: Tensor) -> nn.Conv2d:
-    """A 1×1 convolution whose output channel c is input channel ``order[c]``."""
-    conv = nn.Conv2d(len(order), len(order), 1, bias=False)
-    conv.weight.copy_(torch.eye(len(order))[order][..., None, None])
-    return conv.requires_grad_(False)
-
-
 class FieldInstanceNorm(EquivariantModule):
     """i.i.d. instance normalisation of any fields: per sample and field, over space.
 
@@ -158,6 +151,14 @@ class FieldInstanceNorm(EquivariantModule):
         """Gradients w.r.t. ``weight`` [..., fields] from those w.r.t. a scale per channel [..., channels]."""
         total = gradient.new_zeros(*gradient.shape[:-1], len(self.in_type))
         return total.index_add(-1, self.field_of, gradient)
+
+    @torch.no_grad()
+    def export(self) -> nn.Module:
+        """The same norm of feature maps by means and 1×1 convolutions; affine parameters become constants."""
+        scale = members(self.field_of, len(self.in_type), self.spread).T
+        scale = scale if self.weight is None else scale * self.weight
+        bias = self.spread.new_zeros(len(self.spread)) if self.bias is None else self.invariants @ self.bias
+        return FieldNorm(self.invariants, self.spread, scale, bias, self.eps).train(self.training)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``bias`` from those w.r.t. a shift per channel [..., channels]."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType, trivial_fields
 from erlangen.equivariant.module import EquivariantModule, require_permutation
 from erlangen.equivariant.nonlinearities import field_norms
+from erlangen.equivariant.plain import DropFields, FieldNorms, members
 
 
 class SpatialMaxPool(EquivariantModule):
@@ -63,7 +64,8 @@ class GroupPool(EquivariantModule):
 
     def export(self) -> nn.Module:
         if self.mode == "norm":
-            return super().export()
+            like = torch.empty((), device=self.field_of.device)
+            return FieldNorms(members(self.field_of, len(self.in_type), like), self.eps)
         size = self.in_type.distinct[0].size
         pool: nn.Module = nn.MaxPool3d((size, 1, 1)) if self.mode == "max" else nn.AvgPool3d((size, 1, 1))
         return nn.Sequential(nn.Unflatten(1, (len(self.in_type), size)), pool, nn.Flatten(1, 2))
@@ -86,3 +88,7 @@ class FieldDropout(EquivariantModule):
             return x
         keep = F.dropout(torch.ones(x.shape[0], len(self.in_type), dtype=x.dtype, device=x.device), self.p)
         return x * keep.index_select(1, self.field_of).view(*x.shape[:2], *(1,) * (x.dim() - 2))
+
+    def export(self) -> nn.Module:
+        like = torch.empty((), device=self.field_of.device)
+        return DropFields(members(self.field_of, len(self.in_type), like), self.p).train(self.training)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.groups import Group
 from erlangen.equivariant.module import EquivariantModule
-from erlangen.equivariant.norms import permutation_conv
+from erlangen.equivariant.plain import permutation_conv, pointwise_conv
 from erlangen.equivariant.representations import Representation, irrep, regular, restrict, trivial
 
 
@@ -99,8 +99,5 @@ class Disentangle(EquivariantModule):
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.matrix)
 
-    @torch.no_grad()
     def export(self) -> nn.Module:
-        conv = nn.Conv2d(self.in_type.size, self.in_type.size, 1, bias=False)
-        conv.weight.copy_(self.matrix)
-        return conv.requires_grad_(False)
+        return pointwise_conv(self.matrix[..., 0, 0])

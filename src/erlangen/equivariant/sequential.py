@@ -8,10 +8,10 @@ from torch import nn
 
 from erlangen.equivariant.checks import EquivarianceReport, check_equivariance
 from erlangen.equivariant.fields import FieldType
-from erlangen.equivariant.module import EquivariantModule
+from erlangen.equivariant.module import EquivariantModule, Exportable, export
 
 
-class EquivariantSequential(nn.Sequential):
+class EquivariantSequential(nn.Sequential, Exportable):
     """``nn.Sequential`` of equivariant layers, with the type of its first input and last output.
 
     Layers whose types do not fit are refused at construction, by name.
@@ -31,6 +31,10 @@ class EquivariantSequential(nn.Sequential):
                 raise ValueError(f"layer {before} gives {first.out_type} but layer {after} takes {second.in_type}")
         self.in_type = typed[0][1].in_type
         self.out_type = typed[-1][1].out_type
+
+    def export(self) -> nn.Sequential:
+        """``nn.Sequential`` of the exported layers."""
+        return nn.Sequential(*(export(layer) for layer in self)).train(self.training)
 
     def check_equivariance(
         self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float = 0.1

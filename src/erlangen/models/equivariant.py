@@ -7,6 +7,7 @@ feature map, and proves its equivariance up to there with ``check_equivariance()
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,16 @@ from erlangen.equivariant import (
     SpatialMaxPool,
     SteerableConv2d,
     cyclic,
+    export,
     fields,
     group_by_name,
     regular_fields,
     spectral,
     trivial_fields,
 )
+from erlangen.equivariant.module import Exportable
+from erlangen.equivariant.plain import PreActivation, Scale
+from erlangen.models.resnet import Residual
 
 
 def fields_by_rule(group: Group, width: int) -> int:
@@ -108,8 +113,11 @@ class EquivariantResidual(EquivariantModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.scale_norm(x + self.body(x))
 
+    def export(self) -> nn.Module:
+        return Residual(export(self.body), export(self.scale_norm))
 
-class EquivariantClassifier(nn.Module):
+
+class EquivariantClassifier(nn.Module, Exportable):
     """Equivariant features, pooling over space (and over the group with ``invariant=True``), and a linear head.
 
     The head sees every channel unless ``invariant``: then the logits do not change when the image is transformed.
@@ -141,6 +149,17 @@ class EquivariantClassifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.input_scale == 1.0 else x * self.input_scale
         return self.head(torch.flatten(self.pool(self.group_pool(self.features(x))), 1))
+
+    def export(self) -> nn.Sequential:
+        """``nn.Sequential`` of exported layers, by the names they have here."""
+        parts = [("features", self.features), ("group_pool", self.group_pool), ("pool", self.pool), ("head", self.head)]
+        layers: OrderedDict[str, nn.Module] = OrderedDict((name, export(layer)) for name, layer in parts)
+        layers["flatten"] = nn.Flatten()
+        layers.move_to_end("head")
+        if self.input_scale != 1.0:
+            layers["scale"] = Scale(self.input_scale)
+            layers.move_to_end("scale", last=False)
+        return nn.Sequential(layers).train(self.training)
 
     def check_equivariance(
         self, size: int = 32, tolerance: float = 1e-5, off_grid_tolerance: float = math.inf
@@ -258,6 +277,10 @@ class EquivariantWideBlock(EquivariantModule):
         skip = x if self.shortcut is None else self.shortcut(y)
         y = self.pool(self.conv1(y))
         return self.pool(skip) + self.conv2(self.between(y))
+
+    def export(self) -> nn.Module:
+        parts = (self.enter, self.conv1, self.between, self.conv2, self.shortcut, self.pool)
+        return PreActivation(*(None if part is None else export(part) for part in parts)).train(self.training)  # type: ignore[arg-type]
 
 
 def equivariant_wrn40(
