@@ -18,7 +18,7 @@ from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
 from erlangen.training.stacked import Stack
 from erlangen.training.stacked_positions import TEN_BITS, Blocks, Positions
-from erlangen.training.stacked_rows import Formed
+from erlangen.training.stacked_rows import Filter, Formed
 from tests.training.members import trained_alike
 
 
@@ -44,6 +44,10 @@ def a_filter(sizes: list[int]) -> Tensor:
     units = torch.eye(math.prod(sizes)).view(-1, *sizes)
     axes = tuple(range(1, len(sizes) + 1))
     return torch.fft.ifftn(torch.fft.fftn(units, dim=axes) * kernel, dim=axes).real.flatten(1)
+
+
+def through(matrices: Tensor) -> Filter:
+    return Filter(matrices, torch.zeros(len(matrices)), matrices)
 
 
 def rows_of(circulant: int | None, positions: int) -> dict[str, Formed | Positions]:
@@ -76,7 +80,7 @@ def test_norms_and_sums_are_those_of_formed_gradients(
         sizes = [circulant] * (circulant is not None) + [3, 3] if name.startswith("0") else [circulant or 1, 2, 2]
         size, matrices = math.prod(sizes), torch.stack([a_filter(sizes) for _ in range(3)])
         turned = torch.einsum("epnk,ekm->epnm", theirs.unflatten(2, (-1, size)), matrices)
-        assert_covers(ours.energy_in(matrices), turned.double().square().sum((2, 3)))
+        assert_covers(ours.filtered_energy(through(matrices)), turned.double().square().sum((2, 3)))
         torch.testing.assert_close(ours.dense(), theirs)
         metric = torch.rand(3, theirs.shape[2]) + 0.5
         torch.testing.assert_close(
@@ -173,7 +177,7 @@ def test_equal_entries_that_nearly_cancel_are_clipped(channels: int, block: int,
     ours, eye = Positions(1, a, d, Blocks(block)), torch.eye(9 * block)[None]
     ours.fast = fast  # as on a GPU
     exact = ours.blocks.folded(torch.einsum("nto,ntkc->nokc", d.double(), a.double())).norm(dim=1)
-    for covered in (ours.energy()[0].sqrt(), ours.energy_in(eye)[0].sqrt()):
+    for covered in (ours.energy()[0].sqrt(), ours.filtered_energy(through(eye))[0].sqrt()):
         assert bool((exact <= covered * (1 + 1e-6)).all())
 
 

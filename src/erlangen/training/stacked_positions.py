@@ -24,7 +24,7 @@ from torch import Tensor
 from erlangen.circulant import blocks_for
 from erlangen.gradients.pieces import exact_float32
 from erlangen.gradients.rounding import additions, gram, hidden, outward
-from erlangen.training.stacked_rows import Formed, Rows
+from erlangen.training.stacked_rows import Filter, Formed, Rows
 
 #: relative rounding of a float32 factor of ten bits (TF32), cut or rounded
 TEN_BITS = 2.0**-10
@@ -88,15 +88,16 @@ class Positions(Rows):
             return self.form().energy(metric)
         return self._measured(None)
 
-    def filterable(self, size: int) -> bool:
-        """Whether a filter over the last ``size`` entries of the parameter stays within a window: none over output channels."""
+    def filtered_energy(self, by: Filter, metric: Tensor | None = None) -> Tensor:
+        """A filter commutes with shifts within a block: to filter the windows is to filter the gradient."""
+        if metric is not None or self._formed is not None or not self._within_windows(by.size):
+            return self.form().filtered_energy(by, metric)
+        return self._measured(by.matrix)
+
+    def _within_windows(self, size: int) -> bool:
+        """Whether the last ``size`` entries of the parameter belong to one window: none over output channels."""
         b, (taps, channels) = self.blocks.size, self.a.shape[3:]
         return blocks_for(channels, b) * b * taps % size == 0
-
-    def energy_in(self, filters: Tensor) -> Tensor:
-        """‖g·R‖², [E, P], with a matrix [b·taps, b·taps] for every model on the last axes of the parameter. It must commute
-        with shifts within a block, as a filter does: then to filter the windows is to filter the gradient."""
-        return self._measured(filters)
 
     def _measured(self, filters: Tensor | None) -> Tensor:
         """‖g‖² = Σ_δ Σ_{t,s} D_δ[t, s]·A_δ[t, s], from the Gram matrices of cotangents and windows at every shift δ."""

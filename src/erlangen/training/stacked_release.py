@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.pieces import exact_float32, squared_norms
+from erlangen.gradients.pieces import exact_float32
 from erlangen.mechanisms import (
     Diagonal,
     Direction,
@@ -28,12 +29,11 @@ from erlangen.mechanisms import (
     Shrink,
 )
 from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat
-from erlangen.mechanisms.frequency import hartley, scales
+from erlangen.mechanisms.frequency import GUARD, hartley
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
 from erlangen.training.config import ConfigError
-from erlangen.training.stacked_positions import Positions
-from erlangen.training.stacked_rows import Rows, norms
+from erlangen.training.stacked_rows import Filter, Rows, norms
 
 if TYPE_CHECKING:
     from erlangen.training.stacked import Stack
@@ -99,42 +99,38 @@ class StackedGaussian(StackedRelease):
         self.metric = torch.stack([stack.vector(m) for m in metrics])
         self.plain = not any(isinstance(m.geometry, Diagonal) for m in mechanisms)
         self.std = self.column([_white_std(m) for m in mechanisms]) * self.metric
-        self.frames = {} if all(_unfiltered(m) for m in mechanisms) else self._frames(mechanisms)
+        self.filters: dict[str, Filter] = {}
+        self.frames: dict[str, Tensor] = {}
+        if not all(_unfiltered(m) for m in mechanisms):
+            self._filter(mechanisms)
 
-    def _frames(self, mechanisms: Sequence[GaussianMechanism]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Per filtered kernel, for every member: the guarded norm's matrix and the projector, [E, K, K]."""
-        frames = {}
+    def _filter(self, mechanisms: Sequence[GaussianMechanism]) -> None:
+        """Per filtered kernel: how it is measured where the norm sees the filter, and the projector [E, K, K]."""
         for name in self.stack.shapes:
             sizes = {m.geometry.mask[name].shape for m in mechanisms if isinstance(m.geometry, Fourier)}
             size = max((s.numel() for s in sizes), default=1)
-            if size > 1:
-                pairs = [_matrices(m, name, size) for m in mechanisms]
-                norm, project = (torch.stack(part).to(self.stack.flat) for part in zip(*pairs, strict=True))
-                frames[name] = (norm, project)
-        return frames
+            kept = [_kept(m, name, size) for m in mechanisms]
+            if any(k is not None for k in kept):
+                identity = torch.eye(size, dtype=torch.float64)
+                project = torch.stack([identity if k is None else k @ k.T for k in kept])
+                self.frames[name] = project.to(self.stack.flat)
+                seen = [None if _clips_first(m) else k for m, k in zip(mechanisms, kept, strict=True)]
+                if any(k is not None for k in seen):
+                    self.filters[name] = _guarded(seen, size, self.stack.flat)
 
     def norms(self, gradients: Mapping[str, Rows]) -> Tensor:
         metrics = {} if self.plain else self.stack.split(self.metric)
         energy = lambda name, rows: (  # noqa: E731
-            self._guarded(rows, self.frames[name][0], metrics.get(name))
-            if name in self.frames
+            rows.filtered_energy(self.filters[name], metrics.get(name))
+            if name in self.filters
             else rows.energy(metrics.get(name))
         )
         return norms([energy(name, rows) for name, rows in gradients.items()], self.bound.dtype)
 
-    def _guarded(self, rows: Rows, matrix: Tensor, metric: Tensor | None) -> Tensor:
-        """‖g·M‖², the norm that guards a filtered kernel."""
-        if metric is None and isinstance(rows, Positions) and rows.filterable(matrix.shape[1]):
-            return rows.energy_in(matrix)
-        part = rows.dense() if metric is None else rows.dense() / metric[:, None]
-        with exact_float32():
-            turned = part.reshape(part.shape[0], -1, matrix.shape[1]) @ matrix
-        return squared_norms(turned.view(part.shape).flatten(0, 1)).double().unflatten(0, part.shape[:2])
-
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
         noisy = total.addcmul_(self.noise(total, generator), self.std)
         with exact_float32():
-            for name, (_, project) in self.frames.items():
+            for name, project in self.frames.items():
                 part = self.stack.split(noisy)[name]
                 part.copy_((part.reshape(part.shape[0], -1, project.shape[1]) @ project).view(part.shape))
         return noisy.div_(batch)
@@ -153,15 +149,29 @@ def _unfiltered(mechanism: GaussianMechanism) -> bool:
     return not isinstance(g, Fourier) or all(bool(mask.all()) for mask in g.mask.values())
 
 
-def _matrices(mechanism: GaussianMechanism, name: str, size: int) -> tuple[Tensor, Tensor]:
-    """(norm, projector) of one kernel, acting from the right, both of them filters; the identity where nothing is filtered."""
-    identity, g = torch.eye(size, dtype=torch.float64), mechanism.geometry
+def _clips_first(mechanism: GaussianMechanism) -> bool:
+    return isinstance(mechanism.geometry, Fourier) and mechanism.geometry.order == "clip-first"
+
+
+def _kept(mechanism: GaussianMechanism, name: str, size: int) -> Tensor | None:
+    """The frequencies of one kernel that are kept, orthonormal columns [K, J]; None where it is not filtered."""
+    g = mechanism.geometry
     if not isinstance(g, Fourier) or bool(g.mask[name].all()):
-        return identity, identity
-    mask = g.mask[name]
-    h = hartley(identity.view(-1, *mask.shape), tuple(range(1, mask.ndim + 1))).flatten(1)
-    kept = h[:, mask.flatten()]
-    return (identity if g.order == "clip-first" else (h * scales(mask).flatten()) @ h), kept @ kept.T
+        return None
+    mask = g.mask[name]  # over as many entries as any member filters together, or a part of them
+    units = torch.eye(size, dtype=torch.float64).view(size, -1, *mask.shape)
+    return hartley(units, tuple(range(2, mask.ndim + 2))).flatten(1)[:, mask.flatten().repeat(units.shape[1])]
+
+
+def _guarded(kept: Sequence[Tensor | None], size: int, like: Tensor) -> Filter:
+    """‖(P + κ²I)^½ g‖² = κ²‖g‖² + ‖g·kept‖² for every model; ‖g‖² where nothing is filtered."""
+    identity, nothing = torch.eye(size, dtype=torch.float64), torch.zeros(size, 0, dtype=torch.float64)
+    width = max(k.shape[1] for k in kept if k is not None)
+    columns = [F.pad(k, (0, width - k.shape[1])) for k in (nothing if k is None else k for k in kept)]
+    inside, outside = math.sqrt(1 + GUARD**2), GUARD
+    matrices = [identity if k is None else outside * identity + (inside - outside) * k @ k.T for k in kept]
+    share = torch.tensor([1.0 if k is None else GUARD**2 for k in kept])
+    return Filter(torch.stack(matrices).to(like), share.to(like), torch.stack(columns).to(like))
 
 
 class StackedDirection(StackedRelease):
@@ -248,7 +258,7 @@ def _stackable(mechanism: Mechanism) -> bool:
 
 
 def _on_last_axes(g: Fourier) -> bool:
-    """Whether filters are matrices from the right, as `_frames` takes them."""
+    """Whether filters are matrices from the right, as `_kept` takes them."""
     filtered = (name for name, mask in g.mask.items() if not bool(mask.all()))
     return all(g.dims[name] == tuple(range(-len(g.dims[name]), 0)) for name in filtered)
 

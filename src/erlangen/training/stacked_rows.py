@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import conv_gradient, conv_unformed, usable
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_filters, usable
 from erlangen.gradients.kernels import stacked_rows as kernel
 from erlangen.gradients.pieces import exact_float32
 
@@ -58,12 +58,34 @@ class Fields:
 Order = Taps | Fields
 
 
+@dataclass(frozen=True)
+class Filter:
+    """How a filtered kernel is measured, for every model: ‖g·M‖² = share·‖g‖² + ‖g·B‖², by runs of K entries of the parameter.
+
+    ``share`` [E] and ``columns`` B [E, K, J] in float32 or more. ``matrix`` M [E, K, K] is a filter itself, and commutes with
+    shifts as B does not.
+    """
+
+    matrix: Tensor
+    share: Tensor
+    columns: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.columns.shape[1]
+
+
 class Rows(ABC):
     """Gradients of one parameter: E models, P rows each, d entries."""
 
     @abstractmethod
     def energy(self, metric: Tensor | None = None) -> Tensor:
         """‖g/m‖² of every row, [E, P] in float64; ``metric`` [E, d]."""
+
+    def filtered_energy(self, by: Filter, metric: Tensor | None = None) -> Tensor:
+        """The same through a filter, ‖(g/m)·M‖²."""
+        g = self.dense() if metric is None else self.dense() / metric[:, None]
+        return stacked_filters.reference(g, by.share, by.columns, _runs(g.shape[2], by.size))
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -86,6 +108,22 @@ class Formed(Rows):
             metric = self.order.write(metric, 1.0)
         fast = usable(self.values) and self.values.dtype != torch.float64
         return (kernel.energy if fast else kernel.reference_energy)(self.values, metric)
+
+    def filtered_energy(self, by: Filter, metric: Tensor | None = None) -> Tensor:
+        groups = self._groups(by.size)
+        if metric is not None or groups is None:
+            return super().filtered_energy(by, metric)
+        fast = usable(self.values) and by.columns.dtype == torch.float32 and stacked_filters.fits(self.values, groups)
+        measure = stacked_filters.filtered_energy if fast else stacked_filters.reference
+        return measure(self.values, by.share, by.columns, groups)
+
+    def _groups(self, size: int) -> stacked_filters.Groups | None:
+        """Where runs of ``size`` entries of the parameter lie; None where they are scattered."""
+        if self.order is None:
+            return _runs(self.values.shape[2], size)
+        if isinstance(self.order, Taps) and self.order.taps == size:
+            return stacked_filters.Groups(self.order.outputs, size, self.order.channels, self.order.width)
+        return None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         fast = usable(self.values) and weights.dtype == torch.float32 and self.values.dtype != torch.float64
@@ -142,8 +180,8 @@ class Plane:
 class Unformed(Rows):
     """Kernel gradients that `conv_unformed` measures and sums from inputs x and cotangents d, channels-last.
 
-    In another metric, or asked for in full, they are formed after all, and from then on those values are the ones that are
-    measured and summed.
+    In another metric, through a filter, or asked for in full, they are formed after all, and from then on those values are
+    the ones that are measured and summed.
     """
 
     def __init__(self, models: int, x: Tensor, d: Tensor, plane: Plane) -> None:
@@ -162,6 +200,9 @@ class Unformed(Rows):
             return self.form().energy(metric)
         return conv_unformed.squared_norms(self.x, self.d, 1, *self.plane).double().unflatten(0, (self.models, -1))
 
+    def filtered_energy(self, by: Filter, metric: Tensor | None = None) -> Tensor:
+        return self.form().filtered_energy(by, metric)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._formed is not None:
             return self._formed.weighted_sum(weights)
@@ -171,6 +212,11 @@ class Unformed(Rows):
 
     def dense(self) -> Tensor:
         return self.form().dense()
+
+
+def _runs(entries: int, size: int) -> stacked_filters.Groups:
+    """Runs of ``size`` consecutive entries."""
+    return stacked_filters.Groups(entries // size, size, 1, size)
 
 
 def norms(energies: list[Tensor], dtype: torch.dtype) -> Tensor:
