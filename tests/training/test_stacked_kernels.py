@@ -9,12 +9,20 @@ from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
 
+from erlangen.circulant import CirculantConv2d, expand
 from erlangen.gradients import kernels
-from erlangen.gradients.kernels import stacked_conv, stacked_fields, stacked_norm, stacked_pool, stacked_windows
+from erlangen.gradients.kernels import (
+    stacked_circulant,
+    stacked_conv,
+    stacked_fields,
+    stacked_norm,
+    stacked_pool,
+    stacked_windows,
+)
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.models import make_model
 from erlangen.training.stacked import Stack
-from erlangen.training.stacked_rows import Fields, Plane, Unformed, norms
+from erlangen.training.stacked_rows import Fields, Plane, Taps, Unformed, norms
 from tests.kernels import DEVICE, HALF, close
 from tests.kernels import channels_last as maps
 
@@ -44,7 +52,8 @@ def test_a_nan_goes_through_a_pool_as_it_does_natively():
 
 
 @pytest.mark.parametrize(
-    ("channels", "size", "stride", "padding", "dilation"), [(3, (5, 5), 1, 0, 1), (4, (3, 2), 2, 1, 1), (2, (3, 3), 1, 2, 2)]
+    ("channels", "size", "stride", "padding", "dilation"),
+    [(3, (5, 5), 1, 0, 1), (4, (3, 2), 2, 1, 1), (2, (3, 3), 1, 2, 2)],
 )
 def test_gathering_is_folding(channels, size, stride, padding, dilation):
     torch.manual_seed(1)
@@ -57,7 +66,11 @@ def test_gathering_is_folding(channels, size, stride, padding, dilation):
 
 @pytest.mark.parametrize(
     ("channels", "outputs", "size", "stride", "padding", "dilation", "bias"),
-    [(16, 24, (3, 3), 1, (1, 1), 1, True), (20, 16, (5, 3), 1, (2, 0), 1, False), (72, 136, (3, 3), 2, (1, 1), 2, True)],
+    [
+        (16, 24, (3, 3), 1, (1, 1), 1, True),
+        (20, 16, (5, 3), 1, (2, 0), 1, False),
+        (72, 136, (3, 3), 2, (1, 1), 2, True),
+    ],
 )
 def test_convolutions_of_many_models_are_theirs(channels, outputs, size, stride, padding, dilation, bias):
     torch.manual_seed(2)
@@ -111,6 +124,58 @@ def test_gradients_by_field_are_those_of_unfolding(fields, components, outputs, 
     close(stacked_fields.gradients(x, d, *plane), stacked_fields.reference(x.double(), d.double(), *plane), 1e-2)
 
 
+def folded_by_autograd(dense: torch.Tensor, block: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The gradient of ⟨expand(w), G⟩ w.r.t. the free parameters w [O/b, C/b, b, taps], G [O, taps, C]."""
+    w = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    outputs, _, inputs = dense.shape
+    whole = expand(w)[:outputs, :inputs]
+    return torch.autograd.grad((whole * dense.double().cpu().transpose(1, 2)).sum(), w)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("block", "outputs", "inputs", "taps", "spare"),
+    [(4, 8, 12, 9, 0), (3, 7, 5, 4, 6), (1, 3, 4, 2, 0), (6, 4, 3, 1, 5)],
+)
+def test_folding_is_the_pullback_of_the_circulant_expansion(block, outputs, inputs, taps, spare, dtype):
+    torch.manual_seed(8)
+    dense = torch.randn(2, outputs, taps * inputs + spare, device=DEVICE).to(dtype)
+    p, q = -(-outputs // block), -(-inputs // block)
+    order = Taps(p, block * taps, q, block * taps * q)
+    for fold in (stacked_circulant.fold, stacked_circulant.reference_fold):
+        found = fold(dense, block, taps, inputs)
+        assert found.dtype == dtype
+        assert found.shape == (2, p, block * taps, q)
+        for row, g in zip(order.read(found.flatten(1)), dense, strict=True):
+            want = folded_by_autograd(g[:, : taps * inputs].view(outputs, taps, inputs), block, (p, q, block, taps))
+            close(row, want.flatten(), 1e-6 if dtype == torch.float32 else 1e-2)
+    torch.testing.assert_close(stacked_circulant.fold(dense, block, taps, inputs), found, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "channels", "outputs", "size", "stride", "padding", "dilation"),
+    [
+        (4, 64, 128, (3, 3), (1, 1), (1, 1), (1, 1)),
+        (2, 80, 72, (3, 2), (2, 2), (1, 1), (1, 1)),
+        (2, 32, 64, (1, 3), (1, 1), (2, 2), (2, 2)),
+    ],
+)
+def test_gradients_of_free_parameters_are_those_of_unfolding(block, channels, outputs, size, stride, padding, dilation):
+    """Channels that fill no tile, more pixels than a product is deep and fewer, a stride."""
+    torch.manual_seed(9)
+    for side in (2, 5):
+        x = maps(2, channels, side, side + 1, dtype=HALF)
+        out = [
+            (n + 2 * p - e * (s - 1) - 1) // t + 1
+            for n, p, e, s, t in zip(x.shape[2:], padding, dilation, size, stride)
+        ]
+        d = maps(2, outputs, *out, dtype=HALF)
+        assert stacked_circulant.worth_it(x, outputs, block)
+        plane = block, size, stride, padding, dilation
+        wanted = stacked_circulant.reference_gradients(x.double(), d.double(), *plane)
+        close(stacked_circulant.gradients(x, d, *plane), wanted, 1e-2)
+
+
 NETWORKS = {
     "c8-cnn": (1, 8, {"field_counts": (2, 2), "kernel_size": 5, "head_pool": "max"}),
     "lenet": (1, 28, {}),
@@ -118,6 +183,7 @@ NETWORKS = {
     "wide": (3, 8, {}),
     "strided": (3, 10, {}),
     "deep": (3, 4, {}),
+    "circulant": (3, 4, {}),
 }
 
 
@@ -140,9 +206,21 @@ def network(name: str) -> nn.Module:
             nn.Conv2d(channels, 64, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(64, 72, 2),
             nn.Flatten(), nn.Linear(72, 4),
         )  # fmt: skip
+    if (
+        name == "circulant"
+    ):  # one layer of many blocks, whose dense gradient is never formed, and one of few that do not fit
+        return nn.Sequential(
+            nn.Conv2d(channels, 32, 1), nn.ReLU(), CirculantConv2d(32, 64, 3, 2, padding=1), nn.MaxPool2d(2),
+            CirculantConv2d(64, 22, 2, 4), nn.Flatten(), nn.Linear(22, 4),
+        )  # fmt: skip
     if name == "strided":
         return nn.Sequential(
-            nn.Conv2d(channels, 6, 4, 2), nn.ReLU(), nn.Conv2d(6, 5, 2), nn.GroupNorm(1, 5), nn.Flatten(), nn.Linear(45, 4)
+            nn.Conv2d(channels, 6, 4, 2),
+            nn.ReLU(),
+            nn.Conv2d(6, 5, 2),
+            nn.GroupNorm(1, 5),
+            nn.Flatten(),
+            nn.Linear(45, 4),
         )
     if name == "lenet":
         from erlangen.models.gredp import lenet5
@@ -167,12 +245,20 @@ def rows_of(name: str, precision: torch.dtype | None, monkeypatch, fast: bool):
         rows = stack.backward(stack(x), y)
         weights = torch.rand(2, 3, device=DEVICE, dtype=stack.flat.dtype)
         parts = [rows[n].weighted_sum(weights) for n in rows]
-        return stack.dense(rows), norms([r.energy() for r in rows.values()], stack.flat.dtype), weights, torch.cat(parts, 1), rows
+        return (
+            stack.dense(rows),
+            norms([r.energy() for r in rows.values()], stack.flat.dtype),
+            weights,
+            torch.cat(parts, 1),
+            rows,
+        )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("half", [False, True])
 def test_networks_with_kernels_have_the_gradients_of_those_without(monkeypatch, name, half):
+    if name == "circulant" and not half and DEVICE == "cpu":
+        pytest.skip("folds the gradients of every row, which is tested by itself: slow under the interpreter")
     precision = HALF if half else None
     found, measured, weights, summed, rows = rows_of(name, precision, monkeypatch, True)
     plain = rows_of(name, precision, monkeypatch, False)[0]
@@ -181,6 +267,8 @@ def test_networks_with_kernels_have_the_gradients_of_those_without(monkeypatch, 
     assert (found - exact).norm() / exact.norm() < 1.5 * rounding + (0.01 if half else 1e-5)
     steerable = any(isinstance(getattr(piece, "order", None), Fields) for piece in rows.values())
     assert steerable == (half and name == "c8-cnn")
+    folded = [p.order for p in rows.values() if isinstance(getattr(p, "order", None), Taps) and p.order.taps in (16, 18)]
+    assert len(folded) == (2 if name == "circulant" else 0)
     unformed = any(isinstance(piece, Unformed) for piece in rows.values())
     assert unformed == (half and name == "deep")
     torch.testing.assert_close(measured, found.norm(dim=2), rtol=5e-3 if unformed else 1e-5, atol=0)
@@ -196,7 +284,14 @@ def test_a_norm_takes_the_activation_before_it(monkeypatch, fast):
     torch.manual_seed(6)
     shared = nn.SiLU()
     build = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv2d(1, 4, 3), nn.Mish(), nn.GroupNorm(2, 4), shared, nn.GroupNorm(1, 4), shared, nn.Flatten(), nn.Linear(16, 2)
+        nn.Conv2d(1, 4, 3),
+        nn.Mish(),
+        nn.GroupNorm(2, 4),
+        shared,
+        nn.GroupNorm(1, 4),
+        shared,
+        nn.Flatten(),
+        nn.Linear(16, 2),
     )
     models = [build().to(DEVICE) for _ in range(2)]
     stack, x = Stack(models, 1), torch.randn(2, 1, 4, 4, device=DEVICE)

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from erlangen.circulant import CirculantConv2d, blocks_for, expand
+from erlangen.circulant import CirculantConv2d, expand
+from erlangen.gradients.kernels import stacked_circulant as kernel
+from erlangen.gradients.kernels import usable
 from erlangen.training.stacked import StackedLayer
+from erlangen.training.stacked_rows import Taps
 
 
 def shifts(block: int, device: torch.device) -> Tensor:
@@ -70,17 +73,25 @@ class CirculantKernel:
         return layer.parameter("bias")
 
     def pull(self, layer: StackedLayer, rows: Tensor, channels: int) -> None:
-        taps = self.size[0] * self.size[1]
-        rows = rows[..., : taps * channels].reshape(*rows.shape[:2], taps, channels)
-        b, (n, outputs, taps, inputs) = self.block_size, rows.shape
-        p, q = blocks_for(outputs, b), blocks_for(inputs, b)
-        padded = F.pad(rows, (0, q * b - inputs, 0, 0, 0, p * b - outputs))
-        cells = padded.view(n, p, b, taps, q, b).permute(0, 1, 4, 3, 2, 5)  # [N, p, q, taps, r, c]
-        at = shifts(b, rows.device).expand(n, p, q, taps, b, b)
-        gradient = cells.gather(5, at).sum(
-            4, dtype=torch.promote_types(rows.dtype, torch.float32)
-        )  # [N, p, q, taps, s]
-        layer.record("weight", gradient.transpose(3, 4))
+        fast = usable(rows) and rows.dtype != torch.float64
+        folded = (kernel.fold if fast else kernel.reference_fold)(
+            rows.contiguous(), self.block_size, self.size[0] * self.size[1], channels
+        )
+        self._record(layer, folded)
+
+    def folds(self, x: Tensor) -> bool:
+        """Whether `pull_maps` can form the gradients of the free parameters at once."""
+        return kernel.worth_it(x, self.channels[0], self.block_size)
+
+    def pull_maps(self, layer: StackedLayer, x: Tensor, cotangent: Tensor) -> None:
+        """As `pull`, from the maps themselves."""
+        plane = (self.size, *((n, n) for n in (self.stride, self.padding, self.dilation)))
+        self._record(layer, kernel.gradients(x, cotangent, self.block_size, *plane))
+
+    def _record(self, layer: StackedLayer, folded: Tensor) -> None:
+        """[N, p, b·taps, q], the order in which a filter's taps lie."""
+        _, p, taps, q = folded.shape
+        layer.record("weight", folded, Taps(p, taps, q, taps * q))
 
     def pull_bias(self, layer: StackedLayer, rows: Tensor) -> None:
         layer.record("bias", rows)

@@ -31,7 +31,7 @@ ALIGN = 8
 MOST = 65535
 #: models whose sums are worth a launch each
 FEW = 32
-WINDOWS, DIRECT, FIELDS, UNFORMED, POSITIONS = "windows", "direct", "fields", "unformed", "positions"
+WINDOWS, DIRECT, MAPS, UNFORMED, POSITIONS = "windows", "direct", "maps", "unformed", "positions"
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class StackedConv(StackedLayer):
         columns, (height, width) = windows(x, k.size, k.stride, k.padding, k.dilation)
         spare = columns.shape[-1] - matrix.shape[1]
         matrix = F.pad(matrix, (0, 0, 0, spare)) if spare else matrix
+        out = _product(columns, matrix, bias)
         columns = columns.view(models, -1, columns.shape[-1])
-        out = columns @ matrix if bias is None else torch.baddbmm(bias[:, None].to(x.dtype), columns, matrix)
         kept = Kept(x.shape, matrix, way, columns if way in (WINDOWS, POSITIONS) else x)
         return out.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2), kept
 
@@ -74,7 +74,8 @@ class StackedConv(StackedLayer):
         k = self.kernel
         cotangent = cotangent.contiguous(memory_format=torch.channels_last)  # or products read from odd places
         d = cotangent.permute(0, 2, 3, 1).flatten(1, 2)  # [N, T, O]
-        k.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
+        if "bias" in self.names:
+            k.pull_bias(self, d.sum(1, dtype=torch.promote_types(d.dtype, torch.float32)))
         if kept.way == UNFORMED:
             self.record("weight", Unformed(self.stack.models, kept.maps, cotangent, self._plane()))
         elif kept.way == POSITIONS:
@@ -82,8 +83,8 @@ class StackedConv(StackedLayer):
             a = kept.maps.view(*d.shape[:2], -1)[..., : taps * channels].unflatten(2, (taps, channels))
             blocks = Blocks(k.block_size if isinstance(k, CirculantKernel) else 1)
             self.record("weight", Positions(self.stack.models, a, d, blocks))
-        elif kept.way == FIELDS:
-            assert isinstance(self.kernel, SteerableKernel)
+        elif kept.way == MAPS:
+            assert isinstance(self.kernel, (SteerableKernel, CirculantKernel))
             self.kernel.pull_maps(self, kept.maps, cotangent)
         elif kept.way == DIRECT:
             rows = conv_gradient.conv_gradient(kept.maps, cotangent, 1, *self._plane())[0]
@@ -97,8 +98,8 @@ class StackedConv(StackedLayer):
         return Plane(k.size, (k.stride, k.stride), (k.padding, k.padding), (k.dilation, k.dilation))
 
     def _way(self, x: Tensor, outputs: int) -> str:
-        """How the rows' kernel gradients are found: from windows, by a kernel that forms them (in the order of
-        a basis, if there is one), or by one that does not."""
+        """How the rows' kernel gradients are found: from windows, by a kernel that forms them (at once as those of the
+        parameters, if it can), or by one that does not."""
         k, channels = self.kernel, x.shape[1]
         size = [(n + 2 * k.padding - k.dilation * (s - 1) - 1) // k.stride + 1 for n, s in zip(x.shape[2:], k.size)]
         tokens = size[0] * size[1]
@@ -111,7 +112,9 @@ class StackedConv(StackedLayer):
         if few and conv_unformed.cheaper(tokens, channels, outputs):
             return UNFORMED
         if isinstance(k, SteerableKernel) and stacked_conv.worth_it(x, outputs) and k.joins(x, outputs):
-            return FIELDS
+            return MAPS
+        if isinstance(k, CirculantKernel) and k.folds(x):
+            return MAPS
         direct = stacked_conv.worth_it(x, outputs) and conv_gradient.worth_it(tokens, channels, outputs)
         return DIRECT if direct else WINDOWS
 
@@ -137,6 +140,18 @@ class StackedConv(StackedLayer):
             out = (cotangent.shape[2], cotangent.shape[3])
             return stacked_windows.gather(sent, shape, out, *plane)
         return stacked_windows.reference(sent, shape, *plane)
+
+
+def _product(columns: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """[N, T, O] from windows [N, T, K] and the kernels [E, K, O] of their models."""
+    maps = columns.mT.unsqueeze(3)  # windows as a map of T pixels and K channels, where they lie
+    if bias is not None and usable(maps) and stacked_conv.worth_it(maps, matrix.shape[2]):
+        return stacked_conv.conv(maps, matrix, bias.float(), (1, 1), 1, (0, 0), 1).squeeze(3).mT
+    rows = columns.view(matrix.shape[0], -1, columns.shape[2])
+    if bias is None:
+        return (rows @ matrix).view(*columns.shape[:2], -1)
+    start = bias[:, None].to(rows.dtype)  # written down for every row first
+    return torch.baddbmm(start, rows, matrix).view(*columns.shape[:2], -1)
 
 
 def _turned(taps: Tensor) -> Tensor:

@@ -28,9 +28,10 @@ def reference(
 
 
 def worth_it(x: Tensor, outputs: int) -> bool:
-    """16 bits and enough channels to fill the matrix units, not so many that the native product is out of reach."""
+    """16 bits and enough channels to fill the matrix units, not so many that the native product is out of reach: windows of
+    many channels are worth writing down where many outputs read them."""
     half = x.dtype in (torch.bfloat16, torch.float16)
-    return half and 16 <= x.shape[1] <= 128 and outputs >= 16 and 0 < x.numel() < 1 << 31
+    return half and 16 <= x.shape[1] <= (128 if outputs > 64 else 256) and outputs >= 16 and 0 < x.numel() < 1 << 31
 
 
 if HAS_TRITON:
