@@ -19,6 +19,8 @@ import sys
 from contextlib import nullcontext
 from datetime import date
 
+from provenance import provenance
+
 SHAPE, SHAPES = (3, 32, 32), {"lenet": (1, 28, 28)}
 NAMES = {"eq-resnet9-d4": "eq-resnet9-tuned"}
 
@@ -260,8 +262,7 @@ def main() -> None:
         if plain and "ms_logical" in row:
             row["ratio"] = row["ms_logical"] / plain
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    result = {"benchmark": "gpu", "date": str(date.today()), "device": device, "torch": torch.__version__, "commit": commit,
+    result = {"benchmark": "gpu", "date": str(date.today()), "device": device, **provenance(args.device),
               "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "only")}, "methods": rows}  # fmt: skip
     if args.json:
         print(json.dumps(result))

@@ -49,8 +49,9 @@ class Comparison:
 def settings(result: dict[str, Any]) -> dict[str, Any]:
     """What has to be equal for two figures to be comparable."""
     told = {**result, **result.get("arguments", {})}
-    keys = ("benchmark", "model", "batch", "threads", "views", "physical", "compile", "float32", "device")
-    return {key: told.get(key) for key in keys}
+    keys = ("benchmark", "model", "batch", "threads", "views", "physical", "device")
+    flags = ("compile", "float32", "graph", "separate", "contiguous")  # what a file does not mention was off
+    return {key: told.get(key) for key in keys} | {key: bool(told.get(key)) for key in flags}
 
 
 def stored_like(result: dict[str, Any], folder: Path = RESULTS) -> dict[str, Any] | None:

@@ -49,6 +49,20 @@ def test_other_settings_are_not_compared(tmp_path):
     assert "none stored" in done.stdout
 
 
+@pytest.mark.parametrize("setting", ["graph", "separate", "contiguous", "compile", "float32"])
+def test_how_a_step_is_run_is_a_setting(tmp_path, setting):
+    """Replayed, separate or compiled steps have ratios of their own; an older file that does not say so ran without."""
+    stored = json.loads((ROOT / "benchmarks" / "results" / "gpu-resnet9.json").read_text())
+    slow = copy.deepcopy(stored)
+    slow["methods"]["erlangen"]["ratio"] *= 2
+    slow["arguments"].pop("graph", None)
+    assert "LOSS" in guard(tmp_path, slow).stdout
+    slow["arguments"]["graph"] = False
+    assert "LOSS" in guard(tmp_path, slow).stdout
+    slow["arguments"][setting] = not slow["arguments"][setting]
+    assert "none stored" in guard(tmp_path, slow).stdout
+
+
 def test_bars_fail_when_asked_for(tmp_path):
     slow = changed(1.1)
     slow["methods"]["erlangen"]["ratio"] = 1.45
