@@ -47,6 +47,8 @@ class PrivateTraining:
         self.loader: PrivateLoader
         #: called with the event before each release; a ledger writes here
         self.before_release: list[Callable[[DpEvent], None]] = []
+        #: shown each physical batch before it is clipped: diagnostics that no guarantee covers
+        self.watch: list[Callable[[PerSampleGradients], None]] = []
         #: what else a step releases where the mechanism has σ (a selective update's decision); part of the step's event
         self.extras: list[Callable[[float], DpEvent]] = []
         #: called after each update of the weights; a projection is post-processing
@@ -80,6 +82,8 @@ class PrivateTraining:
     def accumulate(self, gradients: PerSampleGradients) -> None:
         """Clip one physical batch and add it to the mechanism's sum."""
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            for shown in self.watch:
+                shown(gradients)
             self.mechanism.accumulate(gradients)
 
     @torch.no_grad()
@@ -283,7 +287,10 @@ def prepare(
     assert data_loader.batch_size is not None
     sampler = kind(units.count, data_loader.batch_size * workers.count, seed, run_id, secure)
     noise = SecureNoise() if secure else StreamNoise(seed, run_id)
+    apart = sharded.is_sharded(module)
     if isinstance(mechanism, str):
+        if apart:
+            sharded.refuse_by_name(mechanism)
         assert noise_multiplier is not None
         if max_grad_norm is None and not getattr(mechanisms().get(mechanism), "clips", True):
             max_grad_norm = 1.0  # asked of every clipping rule, read by none here
@@ -294,7 +301,6 @@ def prepare(
         built = _given(mechanism, noise_multiplier, max_grad_norm)
         if secure and not built.noise.secure:
             built.noise = noise
-    apart = sharded.is_sharded(module)
     if apart:
         built = sharded.adopt(built, noise, workers)
         if denoiser is not None or max_physical_batch == "auto":

@@ -46,6 +46,7 @@ from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
+from erlangen.training.diagnostics import StepDiagnostics
 from erlangen.training.ema import EMA
 from erlangen.training.frozen import FrozenTrunk
 from erlangen.training.graphs import PartGraph
@@ -122,6 +123,7 @@ class Session:
         self.graph = PartGraph(self) if config.graph else None
         #: statistics of private records outside any mechanism: empty unless asked for, and listed in the result
         self.non_private: dict[str, float] = {}
+        self.diagnostics = self._diagnostics()
 
     # -- building -------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,14 @@ class Session:
         training.install()
         return training
 
+    def _diagnostics(self) -> StepDiagnostics | None:
+        """Errors of the private gradient, where they were asked for and there are per-sample gradients in one process."""
+        if not self.config.non_private or not self.workers.alone or hasattr(self.training.mechanism, "recorder"):
+            return None
+        found = StepDiagnostics(self)
+        self.training.watch.append(found.see)
+        return found
+
     def _frozen(self) -> FrozenTrunk | None:
         """Features of layers that do not train, where they are the same at every step and used more than once."""
         config = self.config
@@ -212,6 +222,8 @@ class Session:
         if config.seed is not None:
             torch.manual_seed(self._layers.at(self.step_count).initial_seed())
         parts = self._parts()
+        if self.diagnostics is not None:
+            self.diagnostics.before()
         for k, (rows, owner, here) in enumerate(parts):
             self._announce(rows, owner, k == 0, k == len(parts) - 1)
             if recorded:
@@ -226,6 +238,8 @@ class Session:
                 self.optimizer.step()
             if config.non_private:
                 self.non_private["train_loss"] = float(loss.detach())
+        if self.diagnostics is not None:
+            self.non_private |= self.diagnostics.after()
         self.optimizer.zero_grad()
         self.scheduler.step()
         if self.ema is not None:

@@ -73,4 +73,8 @@ def in_plain_words(summary: dict[str, Any]) -> str:
 
 def non_private(config: TrainConfig) -> list[str]:
     """Statistics of private records that were computed outside a mechanism."""
-    return ["train_loss", "small_gradients"] if config.non_private else []
+    from erlangen.training.diagnostics import NAMES
+
+    if not config.non_private:
+        return []
+    return ["train_loss", "small_gradients", *(NAMES if config.mechanism != "clipless" else ())]
