@@ -188,6 +188,15 @@ def adopt(mechanism: Mechanism, noise: NoiseSource, workers: Workers) -> Mechani
     return own
 
 
+def refuse_by_name(mechanism: str) -> None:
+    """A metric is read off the whole network, before it is split."""
+    if mechanism in ("rep", "shuffle"):
+        raise ValueError(
+            f"mechanism {mechanism!r} is made from the whole module, and this one is sharded (FSDP): build it before fully_shard "
+            "(erlangen.mechanisms.make_mechanism) and pass it as mechanism, or use 'iso'"
+        )
+
+
 def refuse_computed_weights(module: nn.Module) -> None:
     """Gradients of a computed weight are pulled back after the backward pass, when what it is computed from is gone."""
     for path, m in module.named_modules():
