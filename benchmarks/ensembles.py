@@ -2,6 +2,7 @@
 
     python benchmarks/ensembles.py --json
     python benchmarks/ensembles.py --only rep --profile        # the kernels of one step
+    python benchmarks/ensembles.py --only alexnet alexnet-spectral alexnet-circulant   # what filters and blocks cost
 
 Made-up records of the real sizes; every step is launched operation by operation (no CUDA graph), after two steps of warm-up.
 The time of a row is that of a step divided by members × expected batch.
@@ -72,6 +73,12 @@ def cases() -> dict[str, Case]:
         "model3": table("gredp-model3", "DP-SGD", 12, 6),
         "resnet20": table("gredp-resnet20", "DP-SGD", 12, 4),
         "alexnet": table("gredp-alexnet", "DP-SGD", 6, 4),
+        "model3-spectral": table("gredp-model3", "Spectral-DP", 12, 6),
+        "resnet20-spectral": table("gredp-resnet20", "Spectral-DP", 12, 4),
+        "alexnet-spectral": table("gredp-alexnet", "Spectral-DP", 6, 4),
+        "model3-circulant": table("gredp-model3", "GReDP, circulant", 12, 6),
+        "alexnet-circulant": table("gredp-alexnet", "GReDP, circulant", 6, 4),
+        "alexnet-circulant-spectral": table("gredp-alexnet", "Spectral-DP, circulant", 6, 4),
         "resnet3": table("geodp-table3", "DP", 16, 1),
     }
 
@@ -126,7 +133,7 @@ def main() -> None:
             few = [replace(c, batch=16) for c in case.configs[:2]]
             case = replace(case, configs=few, steps=1, rows=32)
         found[name] = measure(case, args.profile, 500 if args.small else None)
-        print(f"{name:10} {found[name]['ms']:8.2f} ms a step, {found[name]['us_row']:6.3f} µs a row", file=sys.stderr)
+        print(f"{name:26} {found[name]['ms']:8.2f} ms a step, {found[name]['us_row']:6.3f} µs a row", file=sys.stderr)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if args.json:

@@ -108,9 +108,10 @@ LENET: Options = {"data": "mnist", "model": "lenet", "batch": 500, "steps": 1200
 
 
 def dense(true: tuple[str, ...], claimed: tuple[str, ...]) -> dict[str, Method]:
+    """A filtered norm needs gradients that were formed: Spectral-DP trains by itself, and the others need not form theirs."""
     return {
         "DP-SGD": Method("dense", {}, true),
-        "Spectral-DP": Method("dense", SPECTRAL, true),
+        "Spectral-DP": Method("spectral", SPECTRAL, true),
         "GReDP": Method("dense", GREDP, true),
         "GReDP as published": Method("dense", PUBLISHED, claimed),
     }
@@ -121,7 +122,7 @@ def table1(name: str, common: Options, sigmas: tuple[float, float], **options: A
     plain = dense(("true",), ("claimed",))
     methods = {
         **plain, "AUTO-S": Method("auto-s", {"clipping": "auto-s"}, ("true",)),
-        **{f"{n}, circulant": Method("circulant", {**m.options, **CIRCULANT}, m.settings) for n, m in plain.items()},
+        **{f"{n}, circulant": Method(f"circulant {m.family}", {**m.options, **CIRCULANT}, m.settings) for n, m in plain.items()},
     }  # fmt: skip
     return Task(name, common, {"true": noise(sigmas[0]), "claimed": noise(sigmas[1])}, methods, **options)
 
