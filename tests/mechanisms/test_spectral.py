@@ -229,6 +229,27 @@ def test_options_are_checked():
         build("spectral", order="backwards")
 
 
+def test_ratios_by_parameter():
+    """Each named parameter keeps its own share, the others all; noise goes where frequencies are kept."""
+    shapes = {**{f"{name}.weight": torch.zeros(2, 1, 9) for name in "abc"}, "bias": torch.zeros(2)}
+    mechanism = build("spectral", 1.5, ratio={"a.weight": 0.3, "b.weight": 0.6})
+    mechanism.bind(shapes)
+    for name, share in (("a.weight", 0.3), ("b.weight", 0.6), ("c.weight", 1.0)):
+        alone = build("spectral", 1.5, ratio=share)
+        alone.bind({name: shapes[name]})
+        assert mechanism.geometry.kept(name) == alone.geometry.kept(name)
+        torch.testing.assert_close(mechanism.covariance(name), alone.covariance(name))
+    assert mechanism.event() == gaussian(1.5)
+    with pytest.raises(ValueError, match=r"ratio names \['d'\]"):
+        build("spectral", ratio={"d": 0.5}).bind(shapes)
+    with pytest.raises(ValueError, match="no frequencies"):
+        build("spectral", ratio={"bias": 0.5}).bind(shapes)
+    with pytest.raises(ValueError, match="one number in"):
+        build("spectral", ratio="half")
+    with pytest.raises(ValueError, match="ratio is 2"):
+        build("spectral", ratio={"a.weight": 2.0})
+
+
 def test_events_are_true():
     assert build("spectral", 1.5).event() == gaussian(1.5)
     published = build("spectral", 1.5, PerLayer(2.0), as_published=True)

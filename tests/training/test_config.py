@@ -8,7 +8,7 @@ import math
 import pytest
 
 from erlangen.accounting import noise_multiplier
-from erlangen.training.config import LARGEST_RATE, WALK, TrainConfig
+from erlangen.training.config import LARGEST_RATE, WALK, ConfigError, TrainConfig
 
 
 def walk(config: TrainConfig, records: int) -> float:
@@ -54,3 +54,23 @@ def test_what_is_given_stays_and_settling_twice_changes_nothing():
     once = TrainConfig().settled(1000)
     assert once.settled(1000) == once
     assert TrainConfig(optimizer="adam").settled(1000).lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"selective_options": {"bound": 0.1}}, "selective is off"),
+        ({"mechanism": "clipless", "clipping": "auto-s"}, "clips nothing"),
+        ({"mechanism": "clipless", "clipping": "per-layer"}, "clips nothing"),
+        ({"mechanism": "clipless", "clipping": "adaptive"}, "clips nothing"),
+        ({"mechanism": "clipless", "clipping_options": {"gamma": 0.1}}, "clips nothing"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
+        TrainConfig(**options)
+
+
+def test_the_same_options_where_they_do_something():
+    assert TrainConfig(selective=True, selective_options={"bound": 0.1}).selective
+    assert TrainConfig(mechanism="clipless").clipping == "flat"

@@ -94,30 +94,35 @@ def scales(mask: Tensor) -> Tensor:
 class Fourier(Geometry):
     """T = P·H: Hartley coordinates of the frequencies that are kept. Unitary when all are.
 
-    ``ratio`` keeps a low-pass share of each parameter's frequencies; ``masks`` names the frequencies of a parameter
-    explicitly (FFT order, shaped like the transformed axes; lists will do); ``axes`` names the axes to transform where
-    the rule at the top of this file is not the right one. All of these are fixed before training and independent of the
-    data.
+    ``ratio`` keeps a low-pass share of each parameter's frequencies, or of those that it names (the others keep all);
+    ``masks`` names the frequencies of a parameter explicitly (FFT order, shaped like the transformed axes; lists will do);
+    ``axes`` names the axes to transform where the rule at the top of this file is not the right one. All of these are fixed
+    before training and independent of the data.
     """
 
     def __init__(
         self,
-        ratio: float = 1.0,
+        ratio: float | Mapping[str, float] = 1.0,
         masks: Mapping[str, Tensor | Sequence[Any]] | None = None,
         axes: Mapping[str, Sequence[int]] | None = None,
         order: str = "filter-first",
     ) -> None:
         if order not in ORDERS:
             raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
-        low_pass((1,), ratio)
-        self.ratio, self.order = ratio, order
+        #: of the parameters that are not named, and of those that are
+        self.ratio, self.order = (1.0 if isinstance(ratio, Mapping) else ratio), order
+        self._ratios = dict(ratio) if isinstance(ratio, Mapping) else {}
+        for share in (self.ratio, *self._ratios.values()):
+            if isinstance(share, bool) or not isinstance(share, (int, float)):
+                raise ValueError(f"ratio is {ratio!r}; give one number in (0, 1], or one by parameter: {{name: number}}")
+            low_pass((1,), share)
         self._given = {name: torch.as_tensor(m).detach().to("cpu", torch.bool) for name, m in (masks or {}).items()}
         self._axes = {name: tuple(a) for name, a in (axes or {}).items()}
         self.dims: dict[str, tuple[int, ...]] = {}
         self.mask: dict[str, Tensor] = {}
 
     def bind(self, shapes: Mapping[str, torch.Size]) -> None:
-        for what, names in (("masks", self._given), ("axes", self._axes)):
+        for what, names in (("masks", self._given), ("axes", self._axes), ("ratio", self._ratios)):
             unknown = sorted(set(names) - set(shapes))
             if unknown:
                 raise ValueError(f"{what} names {unknown}, which are not trained; the parameters are {sorted(shapes)}")
@@ -133,7 +138,10 @@ class Fourier(Geometry):
     def _mask_of(self, name: str, sizes: list[int]) -> Tensor:
         mask = self._given.get(name)
         if mask is None:
-            return low_pass(sizes, self.ratio) if sizes else torch.ones((), dtype=torch.bool)
+            if name in self._ratios and not sizes:
+                raise ValueError(f"ratio names {name!r}, which has no frequencies; name its axes, or leave it out")
+            share = self._ratios.get(name, self.ratio)
+            return low_pass(sizes, share) if sizes else torch.ones((), dtype=torch.bool)
         if list(mask.shape) != sizes:
             raise ValueError(f"the mask of {name!r} has shape {tuple(mask.shape)}; its frequencies are {tuple(sizes)}")
         check_symmetric(name, mask)

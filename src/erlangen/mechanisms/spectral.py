@@ -27,7 +27,7 @@ def known_options(mechanism: str, options: Iterable[str], known: Iterable[str]) 
 
 @register_mechanism("spectral")
 def spectral(context: Context) -> Mechanism:
-    """Options: ratio, mask (by parameter), axes (by parameter), order; as_published=True for the layer-wise original.
+    """Options: ratio (one, or by parameter), mask and axes (by parameter), order; as_published=True for the original.
 
     As published every layer is clipped at C before it is filtered and gets noise σ·C: true multiplier σ/√L.
     """

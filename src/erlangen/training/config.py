@@ -102,6 +102,13 @@ class TrainConfig:
             raise ConfigError("epsilon and noise_multiplier exclude each other: give the one you mean")
         if self.noise_multiplier is None and self.epsilon is None:
             raise ConfigError("give epsilon (σ is then calibrated) or noise_multiplier")
+        if self.selective_options and not self.selective:
+            raise ConfigError(f"selective_options is {self.selective_options}, but selective is off: turn it on, or leave them out")
+        if self.mechanism == "clipless" and (self.clipping != "flat" or self.clipping_options):
+            raise ConfigError(
+                f"clipping is {self.clipping!r} with {self.clipping_options}, but mechanism 'clipless' clips nothing; leave "
+                "clipping and clipping_options out, or choose another mechanism"
+            )
         if self.shard:
             self._refuse_with_shard()
 
