@@ -15,7 +15,7 @@ from erlangen.accounting import epsilon, gaussian
 from erlangen.gradients import PerSampleGradients
 from erlangen.mechanisms import Angles, Direction, PublishedGeoDP, Shrink, StreamNoise
 from erlangen.mechanisms.clipping import PSAC, AutoS, Flat, PerLayer
-from erlangen.mechanisms.hyperspherical import angle_difference, to_spherical
+from erlangen.mechanisms.hyperspherical import angle_difference, from_spherical, to_spherical
 from tests.mechanisms.attacks import attack_geodp, exact
 from tests.mechanisms.test_spectral import HOSTILE, build
 
@@ -293,3 +293,26 @@ def test_long_vectors_are_summed_as_if_every_angle_were_clipped(scale):
     want = torch.minimum(torch.maximum(moved, -limit), limit)[[0, 1, 3, 4, 5]]
     torch.testing.assert_close(mechanism._angles.double(), want.sum(0), rtol=1e-4, atol=2e-6)
     assert float(want.norm(dim=1).max()) <= mechanism.angle_sensitivity
+
+
+@pytest.mark.parametrize(("d", "beta"), [(2, 0.1), (5, 0.1), (6, 0.7)])
+def test_the_noise_on_the_angles_has_the_stated_covariance(d, beta):
+    """From what is released: every angle alike, independent, and none without noise (the smallest eigenvalue)."""
+    records, batch, trials = 200, 1e4, 3000
+    mechanism = Angles(2.0, 1.0, StreamNoise(5), beta=beta)
+    pole = from_spherical(torch.ones((), dtype=torch.float64), torch.zeros(d - 1, dtype=torch.float64))
+    rows = pole.expand(records, d).contiguous()
+    mechanism.bind({"w": rows[0]}, batch)
+    reference, noise = torch.zeros(d - 1, dtype=torch.float64), []
+    for _ in range(trials):
+        _, angles = to_spherical(mechanism.release({"w": rows}, batch)["w"][None].double())
+        noise.append(angle_difference(angles[0], reference) * batch + records * reference)  # the records pull it back
+        reference = angles[0]
+    found = torch.stack(noise)
+    found = found.T @ found / trials
+    want = mechanism.covariance("w")[: d - 1, : d - 1]
+    scale = float(want[0, 0])
+    torch.testing.assert_close(want, scale * torch.eye(d - 1, dtype=want.dtype))
+    assert math.sqrt(scale) == pytest.approx(mechanism.direction_std * mechanism.angle_sensitivity)
+    assert float((found / scale - torch.eye(d - 1)).abs().max()) < 5 * math.sqrt(2 / trials)
+    assert float(torch.linalg.eigvalsh(found)[0]) > 0.85 * scale

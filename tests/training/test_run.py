@@ -179,6 +179,29 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         run.resume(folder)
 
 
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        ({"mechanism": "geodp", "mechanism_options": {"as_published": True, "beta": 0.1}}, "as_published"),
+        ({"mechanism": "geodp", "mechanism_options": {"as_published": True, "beta": 0.1}}, "mechanism_options"),
+        ({"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}, "as_published"),
+        ({"mechanism": "spectral", "clipping": "per-layer", "mechanism_options": {"as_published": True}}, "clipping"),
+    ],
+)
+def test_a_configuration_that_lost_its_words_is_named_as_the_reason(tmp_path, options, lost):
+    """A published mechanism cannot go on as a sound one, nor is the missing word's fallout the error."""
+    folder = tmp_path / "run"
+    interrupted(folder, 4, dataclasses.replace(SMALL, epsilon=None, noise_multiplier=1.0, **options))
+    kept = (folder / "config.json").read_text()
+    values = json.loads(kept)
+    (values if lost in values else values["mechanism_options"]).pop(lost)
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="was changed after the run began"):
+        run.resume(folder)
+    (folder / "config.json").write_text(kept)
+    assert run.resume(folder).summary["steps"] == 8
+
+
 def test_other_data_is_refused(tmp_path):
     rng = np.random.default_rng(0)
     save = lambda: np.savez(  # noqa: E731

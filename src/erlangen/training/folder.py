@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from erlangen.data import Dataset, datasets
 from erlangen.data.base import digest_of
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 #: options that change no result: a run may be resumed with others, and equal seeds give equal weights whatever they are
 NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "shard", "evaluations", "checkpoints")
@@ -39,6 +42,15 @@ def stream_id(config: TrainConfig, dataset: Dataset) -> str:
         records.append(digest_of(np.asarray(dataset.unit)))
     facts = json.dumps({**options, "records": "/".join(records)}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def require_its_releases(config_file: Path, next_release: DpEvent, made: Sequence[DpEvent]) -> None:
+    """A run goes on with releases of the kind that it has made, or ``config.json`` is not the one it began with."""
+    if made and next_release not in made:
+        raise ConfigError(
+            f"{config_file} was changed after the run began: the next release would be {next_release}, and the ledger has "
+            f"{made[-1]}. Restore its options (mechanism, as_published, clipping, …), or start a new run"
+        )
 
 
 def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:

@@ -33,7 +33,15 @@ from erlangen.deploy.card import ModelCard
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.distributed import anyone_asks, begin, meet
-from erlangen.training.folder import absolute, append_line, open_folder, remark_on, stream_id, write
+from erlangen.training.folder import (
+    absolute,
+    append_line,
+    open_folder,
+    remark_on,
+    require_its_releases,
+    stream_id,
+    write,
+)
 from erlangen.training.metrics import near_zero
 from erlangen.training.session import Session, load_data
 from erlangen.training.summary import non_private, number, summarise
@@ -122,8 +130,11 @@ def resume(
         if "data" in changes:
             stored = TrainConfig.from_file(folder / "config.json")
             write(folder / "config.json", replace(stored, data=config.data).to_json() + "\n")
-        session = Session(config, dataset, str(ledger.book.header.get("streams", folder.name)), workers)
+        session = _same_session(folder, config, dataset, ledger, workers)
         _load_checkpoint(session, folder, ledger, say)
+        if session.step_count:
+            made = [event for event, _ in ledger.pairs()]
+            require_its_releases(folder / "config.json", session.training.event(), made)
         for event, count in ledger.pairs():
             session.accountant.record(event, count)
         finished = _finished(session, folder, ledger)
@@ -133,6 +144,22 @@ def resume(
             meet(session, for_good=True)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
+
+
+def _same_session(
+    folder: Path, config: TrainConfig, dataset: Dataset, ledger: Ledger, workers: Workers | None
+) -> Session:
+    """The session of a run; options that do not fit together are those of a file that was changed, if it was."""
+    streams = str(ledger.book.header.get("streams", folder.name))
+    try:
+        return Session(config, dataset, streams, workers)
+    except ValueError as error:
+        if streams == stream_id(config, dataset):
+            raise
+        raise ConfigError(
+            f"{folder / 'config.json'} was changed after the run began, and does not fit together any more: {error}. Restore its "
+            "options (mechanism_options with as_published, …), or start a new run"
+        ) from error
 
 
 def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:
