@@ -5,7 +5,8 @@
 Times: every method is a process of its own, warmed up, then they take turns in short rounds, so that the machine's mood
 is shared by all; a ratio is the median over rounds of method time / plain time in the same round. Memory: peak resident
 size of a fresh process that runs the method alone. Opacus runs as its documentation says is fastest for each mode, with
-the same model, data, dtype and number of threads, and flat clipping at the same σ and C; memory is allocated alike.
+the same model, data, dtype and number of threads, and flat clipping at the same σ and C; memory is allocated alike. It
+refuses steerable layers; `functional` is what remains for them without rules of their own: ``torch.func`` over the network.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import time
 import warnings
 from datetime import date
 
-METHODS = ("plain", "erlangen", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
+from provenance import provenance
+
+METHODS = ("plain", "erlangen", "functional", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
 SHAPES = {
     "lenet": (1, 28, 28),
     "opacus-cnn": (1, 28, 28),
@@ -56,6 +59,8 @@ def stepper(method: str, model_name: str, batch: int, strategy: str):
     x, y = torch.randn(batch, *SHAPES[model_name]), torch.randint(0, 10, (batch,))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     criterion = nn.CrossEntropyLoss()
+    if method == "functional":
+        return _functional(module, optimizer, criterion, x, y)
     if method == "erlangen":
         training = _erlangen(module, optimizer, batch, strategy)
     elif method.startswith("opacus"):
@@ -89,6 +94,29 @@ def _erlangen(module, optimizer, batch, strategy):
         check=False,
     )
     return engine.training
+
+
+def _functional(module, optimizer, criterion, x, y):
+    """DP-SGD by ``torch.func``: per-sample gradients of the whole network at once, for any layers, with no rule for any."""
+    import torch
+    from torch.func import functional_call, grad, vmap
+
+    parameters = dict(module.named_parameters())
+
+    def loss(weights, one, label):
+        return criterion(functional_call(module, weights, (one[None],)), label[None])
+
+    gradients = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+
+    def step() -> None:
+        found = gradients({name: p.detach() for name, p in parameters.items()}, x, y)
+        norms = sum(g.flatten(1).square().sum(1) for g in found.values()).sqrt()
+        weights = (1.0 / norms).clamp(max=1.0)
+        for name, p in parameters.items():
+            p.grad = torch.einsum("n,n...->...", weights, found[name]).add_(torch.randn_like(p)).div_(len(x))
+        optimizer.step()
+
+    return step
 
 
 def _opacus(module, optimizer, criterion, batch, mode):
@@ -182,16 +210,15 @@ def main() -> None:
     if "plain" not in args.methods:
         args.methods.insert(0, "plain")
     rows = measure(args)
-    import torch
-
+    made_by = provenance()
     result = {
         "benchmark": "step", "model": args.model, "batch": args.batch, "threads": args.threads, "date": str(date.today()),
-        "machine": f"{platform.machine()}, {args.threads} CPU threads", "torch": torch.__version__, "methods": rows,
+        "machine": f"{platform.machine()}, {args.threads} CPU threads", **made_by, "methods": rows,
     }  # fmt: skip
     if args.json:
         print(json.dumps(result))
         return
-    print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")
+    print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {made_by['torch']}")
     for method, row in rows.items():
         print(
             f"  {method:18} {row['ratio']:5.2f}x  (best {row['ratio_of_best']:4.2f}x)  {row['ms']:7.1f} ms  {row['peak_mb']:5d} MB"
