@@ -27,28 +27,50 @@ from tests.kernels import DEVICE, HALF, close
 from tests.kernels import channels_last as maps
 
 
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize(("largest", "relu"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("shape", [(3, 6, 4, 8), (2, 16, 6, 2), (5, 1, 2, 2)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_pools_are_the_native_ones(largest, shape, ties):
+def test_pools_are_the_native_ones(largest, relu, shape, ties):
     torch.manual_seed(0)
     x = maps(*shape)
-    x = x.round() if ties else x
+    x = x.round() if ties else x - 0.5  # windows without a positive entry, too
     assert stacked_pool.fits(x)
     leaf = x.clone().requires_grad_()
-    want = stacked_pool.reference(leaf, largest)
+    want = stacked_pool.reference(leaf, largest, relu)
     cotangent = torch.randn_like(want)
     want.backward(cotangent)
-    torch.testing.assert_close(stacked_pool.forward(x, largest), want)
-    torch.testing.assert_close(stacked_pool.backward(x if largest else None, cotangent, largest), leaf.grad)
+    torch.testing.assert_close(stacked_pool.forward(x, largest, relu), want)
+    torch.testing.assert_close(stacked_pool.backward(x if largest else None, cotangent, largest, relu), leaf.grad)
 
 
-def test_a_nan_goes_through_a_pool_as_it_does_natively():
-    x = maps(1, 1, 2, 4)
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_nan_goes_through_a_pool_as_it_does_natively(relu):
+    x = maps(1, 1, 2, 4).abs()
     x[0, 0, 1, 1] = float("nan")
-    found = stacked_pool.forward(x, True)
+    found = stacked_pool.forward(x, True, relu)
     assert torch.equal(found.isnan(), F.max_pool2d(x, 2).isnan())
-    assert int(stacked_pool.backward(x, torch.ones_like(found), True).ne(0).sum()) == 2
+    assert int(stacked_pool.backward(x, torch.ones_like(found), True, relu).ne(0).sum()) == 2
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_pool_takes_the_relu_before_it(monkeypatch, fast):
+    """Once, in a chain, and before maxima only; on either path the model is the same."""
+    monkeypatch.setattr(kernels, "FORCED", fast)
+    torch.manual_seed(10)
+    shared = nn.ReLU()
+    build = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(1, 3, 1), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU(), nn.AvgPool2d(2), shared, nn.MaxPool2d(2), shared,
+        nn.Flatten(), nn.Linear(3, 2),
+    )  # fmt: skip
+    models = [build().to(DEVICE) for _ in range(2)]
+    stack, x = Stack(models, 1), torch.randn(2, 1, 8, 8, device=DEVICE)
+    assert [stack.skeleton[k].__dict__["forward"].relu for k in (2, 4, 6)] == [True, False, False]
+    assert ["forward" in stack.skeleton[k].__dict__ for k in (1, 3, 5)] == [True, False, False]
+    found = stack.dense(stack.backward(stack(x), torch.tensor([0, 1], device=DEVICE)))
+    for k, model in enumerate(models):
+        loss = F.cross_entropy(model(x[k : k + 1]), torch.tensor([k], device=DEVICE))
+        want = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        close(found[k, 0], want, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +289,8 @@ def test_networks_with_kernels_have_the_gradients_of_those_without(monkeypatch, 
     assert (found - exact).norm() / exact.norm() < 1.5 * rounding + (0.01 if half else 1e-5)
     steerable = any(isinstance(getattr(piece, "order", None), Fields) for piece in rows.values())
     assert steerable == (half and name == "c8-cnn")
-    folded = [p.order for p in rows.values() if isinstance(getattr(p, "order", None), Taps) and p.order.taps in (16, 18)]
-    assert len(folded) == (2 if name == "circulant" else 0)
+    if name == "circulant":  # the taps of every place in a block
+        assert [rows[n].order.taps for n in ("2.weight", "4.weight")] == [2 * 9, 4 * 4]
     unformed = any(isinstance(piece, Unformed) for piece in rows.values())
     assert unformed == (half and name == "deep")
     torch.testing.assert_close(measured, found.norm(dim=2), rtol=5e-3 if unformed else 1e-5, atol=0)

@@ -19,6 +19,7 @@ from erlangen.gradients.kernels.norm_act import _TWINS as TWINS
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_circulant import circulant_kernel
+from erlangen.training.stacked_pool import as_it_is
 from erlangen.training.stacked_rows import Fields, Outer, Taps
 
 if TYPE_CHECKING:
@@ -208,11 +209,7 @@ def join_activations(model: nn.Module) -> None:
             once = places[id(before)] == places[id(run.norm.module)] == 1
             if isinstance(norm, StackedNorm) and run.spec.pre != "identity" and once and "forward" not in before.__dict__:
                 norm.spec = dataclasses.replace(norm.spec, pre=run.spec.pre)
-                before.__dict__["forward"] = _as_it_is
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+                before.__dict__["forward"] = as_it_is
 
 
 class StackedNorm(StackedLayer):

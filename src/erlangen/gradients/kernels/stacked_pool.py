@@ -1,4 +1,7 @@
-"""2×2 pooling of channels-last maps of even size, one pass each way: means, or maxima found again on the way back."""
+"""2×2 pooling of channels-last maps of even size, one pass each way: means, or maxima found again on the way back.
+
+A ReLU before maxima is one after them, max(0, max x), and costs nothing here: no map is written for it, none read again.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from torch import Tensor
 from erlangen.gradients.kernels import HAS_TRITON, power_of_two
 
 
-def reference(x: Tensor, largest: bool) -> Tensor:
-    return F.max_pool2d(x, 2) if largest else F.avg_pool2d(x, 2)
+def reference(x: Tensor, largest: bool, relu: bool = False) -> Tensor:
+    """``relu``: pooling of relu(x), for maxima."""
+    return F.max_pool2d(F.relu(x) if relu else x, 2) if largest else F.avg_pool2d(x, 2)
 
 
 def fits(x: Tensor) -> bool:
@@ -31,7 +35,10 @@ if HAS_TRITON:
         return (value > best) | (value != value)
 
     @triton.jit
-    def _pool(x, z, W: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+    def _pool(
+        x, z, W: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, MAX: tl.constexpr, RELU: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """One program: BLOCK outputs of one map of SIZE outputs."""
         n = tl.program_id(0).to(tl.int64)
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -46,12 +53,17 @@ if HAS_TRITON:
             r = tl.where(_takes_over(b, a), b, a)
             r = tl.where(_takes_over(c, r), c, r)
             r = tl.where(_takes_over(d, r), d, r)
+            if RELU:
+                r = tl.where(r < 0, 0.0, r)  # a NaN stays one
         else:
             r = (a + b + c + d) * 0.25
         tl.store(z + n * SIZE + i, r.to(z.dtype.element_ty), mask=here)
 
     @triton.jit
-    def _back(x, dz, dx, W: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+    def _back(
+        x, dz, dx, W: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, MAX: tl.constexpr, RELU: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
         n = tl.program_id(0).to(tl.int64)
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         here = i < SIZE
@@ -70,6 +82,8 @@ if HAS_TRITON:
             third = _takes_over(c, best)
             best = tl.where(third, c, best)
             fourth = _takes_over(d, best)
+            if RELU:
+                g = tl.where(tl.where(fourth, d, best) <= 0, 0.0, g)
             ga = tl.where(second | third | fourth, 0.0, g)
             gb = tl.where(second & (~(third | fourth)), g, 0.0)
             gc = tl.where(third & (~fourth), g, 0.0)
@@ -90,7 +104,7 @@ def _grid(size: int, maps: int) -> tuple[tuple[int, int], int]:
     return (maps, -(-size // block)), block
 
 
-def forward(x: Tensor, largest: bool) -> Tensor:
+def forward(x: Tensor, largest: bool, relu: bool = False) -> Tensor:
     """As `reference`, for maps that it `fits`."""
     n, channels, height, width = x.shape
     z = torch.empty(
@@ -98,11 +112,11 @@ def forward(x: Tensor, largest: bool) -> Tensor:
     )
     size = z[0].numel()
     grid, block = _grid(size, n)
-    _pool[grid](x, z, width, channels, size, largest, block, num_warps=4)
+    _pool[grid](x, z, width, channels, size, largest, relu, block, num_warps=4)
     return z
 
 
-def backward(x: Tensor | None, cotangent: Tensor, largest: bool) -> Tensor:
+def backward(x: Tensor | None, cotangent: Tensor, largest: bool, relu: bool = False) -> Tensor:
     """The cotangent of x; for means x is not read."""
     n, channels, height, width = cotangent.shape
     cotangent = cotangent.contiguous(memory_format=torch.channels_last)
@@ -112,5 +126,5 @@ def backward(x: Tensor | None, cotangent: Tensor, largest: bool) -> Tensor:
     )  # fmt: skip
     size = cotangent[0].numel()
     grid, block = _grid(size, n)
-    _back[grid](dx if x is None else x, cotangent, dx, 2 * width, channels, size, largest, block, num_warps=4)
+    _back[grid](dx if x is None else x, cotangent, dx, 2 * width, channels, size, largest, relu, block, num_warps=4)
     return dx
