@@ -17,6 +17,7 @@ from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.clipping import Flat
 from erlangen.mechanisms.diagnostics import efficiency, flatten, gradient_error
 from erlangen.mechanisms.gaussian import finite
+from erlangen.training.moments import is_evaluation
 
 if TYPE_CHECKING:
     from erlangen.training.session import Session
@@ -41,8 +42,6 @@ class StepDiagnostics:
     @property
     def due(self) -> bool:
         """Whether an evaluation follows this step."""
-        from erlangen.training.run import is_evaluation
-
         return is_evaluation(self.session.config, self.session.step_count + 1)
 
     def see(self, gradients: PerSampleGradients) -> None:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from erlangen.training.folder import (
     write,
 )
 from erlangen.training.metrics import near_zero
+from erlangen.training.moments import is_checkpoint, is_evaluation, stop_requests
 from erlangen.training.session import Session, load_data
 from erlangen.training.summary import non_private, number, summarise
 from erlangen.workers import Workers
@@ -406,38 +406,3 @@ def _audit_line(path: Path) -> str | None:
         return in_words(json.loads(path.read_text())) if path.exists() else None
     except (ValueError, KeyError, TypeError):
         return f"{path.name} cannot be read"
-
-
-def is_evaluation(config: TrainConfig, done: int) -> bool:
-    """``evaluations`` times, evenly, the last step included."""
-    return _due(config.evaluations, config.steps, done)
-
-
-def is_checkpoint(config: TrainConfig, done: int) -> bool:
-    """``checkpoints`` times, evenly."""
-    return _due(config.checkpoints, config.steps, done)
-
-
-def _due(times: int, steps: int, done: int) -> bool:
-    return done * times // steps > (done - 1) * times // steps
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM ask for a stop at the end of the step; a second one does not wait."""
-    asked: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: somebody else handles signals
-        before = {}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
