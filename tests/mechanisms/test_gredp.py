@@ -182,6 +182,23 @@ def test_a_layer_is_a_module_and_not_a_tensor(name, options, layers):
     assert {mechanism.layer_std(name) for name in mechanism.shapes} == {1.0}
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("spectral", {"as_published": True}, "4·T⁺T⁺ᵀ"), ("gredp", {"as_published": "complex"}, "2 on even and 2 on odd"),
+        ("gredp", {"as_published": "real"}, "4 on even and 0 on odd"),
+        ("gredp", {"as_published": "per-sample"}, "20 on even and 20 on odd"),
+    ],
+)  # fmt: skip
+def test_a_certificate_states_the_noise_of_a_layer_not_of_all(name, options, words):
+    """σC = 2 on each of three layers, clipped at 1 each: the joint sensitivity √3 is not in the noise."""
+    mechanism = build(name, 2.0, PerLayer(1.0), **options)
+    mechanism.bind({f"{layer}.weight": torch.zeros(1, 1, 3) for layer in "abc"}, 10.0)
+    assert mechanism.describe()["covariance"].startswith(words)
+    found = sorted({round(float(e), 6) for e in torch.linalg.eigvalsh(mechanism.covariance("a.weight"))})
+    assert found[-1] == pytest.approx(float(words.split("·")[0].split(" ")[0]))
+
+
 @pytest.mark.parametrize(("groups", "norms"), [("layers", 1), ("tensors", 2)])
 def test_weight_and_bias_of_a_layer_share_one_bound(groups, norms):
     """Huge gradients in both: together they have norm C in one group, and C each in two."""

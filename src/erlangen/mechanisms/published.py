@@ -91,8 +91,16 @@ class Layerwise(GaussianMechanism):
     def describe(self) -> dict[str, Any]:
         ratio = self.factor / math.sqrt(self._layers)
         true = self.unsound or ("sound" if ratio == 1 else f"sound at its true multiplier {ratio:.6g}·σ, not σ")
-        facts = {"noise_std": None, "as_published": True, "layers": self._layers, "guarantee": true}
-        return {**super().describe(), **facts}
+        facts = {"noise_std": None, "covariance": self.covariance_words(), "as_published": True, "layers": self._layers}
+        return {**super().describe(), **facts, "guarantee": true}
+
+    def covariance_words(self) -> str:
+        """Of each layer's noise, for people: σ²C_l², whatever the joint sensitivity of the layers is."""
+        return ", ".join(self.geometry.covariance_words(std) for std in self._layer_stds()) + " on each layer"
+
+    def _layer_stds(self) -> list[float]:
+        """The different noise scales of the layers; that of one bound before the layers are known."""
+        return sorted({self.noise_multiplier * bound for bound in (self._bound.values() or (self.clipping.bound,))})
 
 
 class PublishedGReDP(Layerwise):
@@ -145,6 +153,11 @@ class PublishedGReDP(Layerwise):
         a2, b2 = (s * s for s in self.split)
         scale = self.layer_std(name) ** 2 * self.repeats / 2
         return scale * ((a2 + b2) * units + (a2 - b2) * flipped)
+
+    def covariance_words(self) -> str:
+        a2, b2 = (s * s * self.repeats for s in self.split)
+        each = (f"{a2 * std**2:.4g} on even and {b2 * std**2:.4g} on odd sequences" for std in self._layer_stds())
+        return ", ".join(each) + " of each layer"
 
     def noise_std(self, name: str) -> Tensor | float:
         """The marginal standard deviation; it says nothing about odd directions."""
