@@ -29,6 +29,18 @@ def test_every_mechanism_and_companion_has_a_row():
     }
 
 
+def test_rows_with_layers_have_as_many_as_they_say():
+    """Each of the three is clipped at C by itself; with the weight and bias of one layer counted twice it would be more."""
+    rows = [entry for entry in entries() if "3 layers" in entry.label]
+    assert len(rows) == 2
+    for entry in rows:
+        recipe = static.Recipe(entry.mechanism, entry.options, entry.settings["network"], clipping=entry.settings["clipping"])
+        mechanism = recipe.build()
+        assert mechanism.describe()["layers"] == 3
+        factor = math.sqrt(0.5 if entry.mechanism == "gredp" else 1.0)
+        assert mechanism.event().noise_multiplier == pytest.approx(recipe.sigma * factor / math.sqrt(3))
+
+
 def test_tasks_are_complete_and_can_travel():
     todo = list(tasks(1.0, 0))
     count = Counter(task.part for task in todo)

@@ -40,6 +40,11 @@ def equivariant_network() -> nn.Module:
     return nn.Sequential(eq.SteerableConv2d(image, hidden, 3), eq.SteerableConv2d(hidden, image, 3, bias=False))
 
 
+def three_layers() -> nn.Module:
+    """A kernel, a slope and a head: three layers of one tensor each, so that each is clipped by itself."""
+    return nn.Sequential(nn.Conv2d(1, 1, 3, bias=False), nn.PReLU(), nn.Flatten(), nn.Linear(4, 2, bias=False))
+
+
 def find(
     name: str, options: Mapping[str, Any], *, sigma: float, bound: float, batch: float, d: int | None, seed: int, clipping: str,
     network: Callable[[], nn.Module] | None = None,

@@ -13,7 +13,7 @@ import torch
 
 from erlangen import accounting
 from erlangen.audit.montecarlo import Subject, audit_releases
-from erlangen.audit.named import audit_named, equivariant_network
+from erlangen.audit.named import audit_named, equivariant_network, three_layers
 from erlangen.audit.neighbours import Pair
 from erlangen.audit.verdict import Finding, unable
 
@@ -72,7 +72,7 @@ def entries() -> list[Entry]:
     published = {"as_published": True, "beta": 0.1}
     slow = {**four, "trials": 4000}
     trained, equally = (partial(training_step, split) for split in ("optimal", "local"))
-    steerable, layers = {**four, "network": equivariant_network}, {**four, "clipping": "per-layer"}
+    steerable, layers = {**four, "network": equivariant_network}, {**four, "clipping": "per-layer", "network": three_layers}
     return [
         Entry("DP-SGD", "ISO", "iso", {}, four),
         Entry("DP-SGD", "ISO, clipping per layer", "iso", {}, {**four, "clipping": "per-layer"}),
