@@ -15,8 +15,10 @@ from erlangen.gradients import kernels
 
 # a module that is first read while the switch is off has no kernels
 from erlangen.gradients.kernels import (  # noqa: F401
+    stacked_circulant,
     stacked_conv,
     stacked_fields,
+    stacked_filters,
     stacked_norm,
     stacked_pool,
     stacked_rows,
@@ -35,6 +37,8 @@ CASES = {
     "resnet20": ((3, 32, 32), {}),
     "resnet3": ((3, 32, 32), {}),
     "alexnet": ((3, 32, 32), {}),
+    "model3 in blocks": ((3, 32, 32), {"circulant": 4}),
+    "alexnet in blocks": ((3, 32, 32), {"circulant": 4}),
 }
 DEVICE = "cuda"
 
@@ -48,8 +52,8 @@ def data(shape: tuple[int, ...], records: int = 60) -> Dataset:
 
 def members(name: str, **changes) -> list[TrainConfig]:
     base = TrainConfig(
-        data="noise", model=name, model_options=CASES[name][1], epsilon=None, noise_multiplier=0.0, batch=8, steps=3, lr=0.5,
-        max_grad_norm=0.5, device=DEVICE, ema=0.0, **changes,
+        data="noise", model=name.split()[0], model_options=CASES[name][1], epsilon=None, noise_multiplier=0.0, batch=8, steps=3,
+        lr=0.5, max_grad_norm=0.5, device=DEVICE, ema=0.0, **changes,
     )  # fmt: skip
     return [dataclasses.replace(base, seed=k, max_grad_norm=0.5 / (k + 1)) for k in range(2)]
 
@@ -85,8 +89,16 @@ def test_other_families_agree_too(monkeypatch, mechanism):
     assert float((fast - plain).norm() / plain.norm()) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["model3", "resnet20", "alexnet", "model3 in blocks", "alexnet in blocks"])
+def test_filtered_bfloat16_kernels_are_as_near_to_float32_as_the_plain_layers(monkeypatch, name):
+    exact = moved(monkeypatch, name, None, False, mechanism="spectral")
+    plain, fast = (moved(monkeypatch, name, torch.bfloat16, fast, mechanism="spectral") for fast in (False, True))
+    error = lambda found: float((found - exact).norm() / exact.norm())  # noqa: E731
+    assert error(fast) < 2 * error(plain) + 0.03
+
+
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["model3", "c8-cnn"])
+@pytest.mark.parametrize("name", ["model3", "c8-cnn", "alexnet in blocks"])
 def test_a_record_alone_moves_its_bound_at_most(name, precision):
     """With the kernels, in both precisions; a record that is not finite moves nothing."""
     shape = CASES[name][0]

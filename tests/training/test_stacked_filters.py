@@ -111,8 +111,9 @@ def test_little_memory_changes_nothing(monkeypatch):
     rows, sizes = rows_of("taps", torch.bfloat16)
     by, _ = low_pass_filter(sizes)
     whole = rows.filtered_energy(by)
-    monkeypatch.setattr(stacked_filters, "chunk_size", lambda entries, like: 2)
-    torch.testing.assert_close(rows.filtered_energy(by), whole, rtol=1e-7, atol=0)
+    for few in (1, 2, COUNT, COUNT + 1):
+        monkeypatch.setattr(stacked_filters, "chunk_size", lambda entries, like, few=few: few)
+        torch.testing.assert_close(rows.filtered_energy(by), whole, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("scattered", [False, True])

@@ -39,17 +39,24 @@ def reference(g: Tensor, share: Tensor, columns: Tensor, groups: Groups) -> Tens
     """[E, P] float64 from g [E, P, outputs·width], share [E] and columns [E, K, J]; some rows at a time, for memory."""
     models, rows, entries = g.shape
     step = chunk_size(entries, g)
+    together = max(1, step // max(1, rows))
     found = torch.empty(models, rows, device=g.device, dtype=torch.float64)
-    for e in range(models):
+    for e in range(0, models, together):
+        few = slice(e, e + together)
         for start in range(0, rows, step):
-            part = g[e, start : start + step]
-            part = part.to(accumulate_dtype(part)).view(-1, groups.outputs, groups.width)
-            taps = part[..., : groups.size * groups.channels].unflatten(2, (groups.size, groups.channels))
-            with exact_float32():
-                turned = taps.transpose(2, 3).flatten(0, 2) @ columns[e].to(part.dtype)
-            own = share[e] * squared_norms(taps).double()
-            found[e, start : start + step] = own + squared_norms(turned.view(len(part), -1)).double()
+            here = slice(start, start + step)
+            found[few, here] = _energy(g[few, here], share[few], columns[few], groups)
     return found
+
+
+def _energy(g: Tensor, share: Tensor, columns: Tensor, groups: Groups) -> Tensor:
+    """The energies of rows that fit into memory in float32, three times."""
+    wide = g.to(accumulate_dtype(g)).unflatten(2, (groups.outputs, groups.width))
+    taps = wide[..., : groups.size * groups.channels].unflatten(3, (groups.size, groups.channels))
+    with exact_float32():
+        turned = taps.transpose(3, 4).flatten(1, 3) @ columns.to(wide.dtype)
+    own, seen = (squared_norms(t.reshape(g.shape[0] * g.shape[1], -1)).double() for t in (taps, turned))
+    return share[:, None] * own.view(g.shape[:2]) + seen.view(g.shape[:2])
 
 
 def fits(g: Tensor, groups: Groups) -> bool:
