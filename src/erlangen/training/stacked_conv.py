@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_conv, stacked_windows, usable
+from erlangen.gradients.kernels import (
+    conv_gradient,
+    conv_unformed,
+    stacked_conv,
+    stacked_fields,
+    stacked_windows,
+    usable,
+)
 from erlangen.gradients.kernels.im2col import im2col
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_circulant import CirculantKernel
@@ -87,11 +94,18 @@ class StackedConv(StackedLayer):
             assert isinstance(self.kernel, (SteerableKernel, CirculantKernel))
             self.kernel.pull_maps(self, kept.maps, cotangent)
         elif kept.way == DIRECT:
-            rows = conv_gradient.conv_gradient(kept.maps, cotangent, 1, *self._plane())[0]
-            self.kernel.pull(self, rows.flatten(2), kept.shape[1])
+            self.kernel.pull(self, self._formed(kept.maps, cotangent), kept.shape[1])
         else:
             self.kernel.pull(self, torch.bmm(d.mT, kept.maps.view(*d.shape[:2], -1)), kept.shape[1])
         return self._input_gradient(kept.shape, kept.matrix, cotangent) if wants_input else None
+
+    def _formed(self, x: Tensor, d: Tensor) -> Tensor:
+        """Kernel gradients of every row, [N, O, k·k·C]. A tile of sixteen channels and one tap leaves most of a program idle:
+        there all taps are one product."""
+        k, channels = self.kernel, x.shape[1]
+        if channels == 16 and stacked_fields.fits(x, d.shape[1], channels, k.size[0] * k.size[1]):
+            return stacked_fields.gradients(x, d, channels, k.size, k.stride, k.padding, k.dilation)[:, 0]
+        return conv_gradient.conv_gradient(x, d, 1, *self._plane())[0].flatten(2)
 
     def _plane(self) -> Plane:
         k = self.kernel
