@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -100,6 +101,24 @@ def test_every_rule_and_layer_on_more_shards(count, patients):  # noqa: F811
 
 def test_layers_too_small_to_be_gathered_alone_are_gathered_together():
     check_same(2, {"cnn": CNN}, least=shards.LEAST)
+
+
+def alive(workers: Workers, config: TrainConfig) -> int:
+    """Bytes of all tensors between two steps, without the records."""
+    session = session_of(workers, config)
+    for _ in range(2):
+        session.step()
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    stored = [(t.to_local() if hasattr(t, "to_local") else t).untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in stored}.values()) - session.x.nbytes - session.y.nbytes
+
+
+def test_nothing_of_the_size_of_the_network_stays_with_one_process():
+    config = dataclasses.replace(SHARDED, model_options={"width": 4096}, batch=16, optimizer="adam", lr=0.01)
+    (alone,), apart = together(1, alive, config), together(2, alive, config)
+    assert alone > 5 * 4 * 307_210, "parameters, gradient, two moments and the average"
+    assert max(apart) < 0.52 * alone
 
 
 class Only(Workers):

@@ -88,9 +88,7 @@ class Shards:
         return checkpoint.with_tensors(state, self._whole)
 
     def _whole(self, path: str, value: Tensor) -> Tensor:
-        if not hasattr(value, "full_tensor"):
-            return value
-        whole = value.full_tensor().detach()
+        whole = value.full_tensor().detach() if hasattr(value, "full_tensor") else value
         return whole.cpu() if self.workers.first else value
 
     def received(self, state: Mapping[str, Any]) -> dict[str, Any]:
