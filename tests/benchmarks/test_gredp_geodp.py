@@ -42,6 +42,15 @@ def test_stored_noise_of_other_batches_and_data():
             assert 0.996 * target < spent(sigma, 500, 50_000, 3000, method) <= target
 
 
+@pytest.mark.parametrize("name", ["gredp-table1", "gredp-alexnet", "gredp-fig4"])
+def test_filtered_norms_are_not_measured_for_those_that_filter_nothing(name):
+    task = tasks.TASKS[name]
+    filtered = {task.shape(m, s) for m in task.methods if "Spectral" in m for s in task.where(m, tuple(task.settings))}
+    others = {task.shape(m, s) for m in task.methods if "Spectral" not in m for s in task.where(m, tuple(task.settings))}
+    assert filtered
+    assert not filtered & others
+
+
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_every_method_has_the_same_number_of_trials(name):
     """Of GeoDP's Table III the baseline has more."""

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from erlangen.circulant import CirculantConv2d
 from erlangen.data.base import Dataset
 from erlangen.gradients import kernels
-from erlangen.gradients.kernels import conv_gradient, stacked_filters, stacked_rows  # noqa: F401  (read while kernels are on)
+from erlangen.gradients.kernels import conv_gradient, stacked_circulant, stacked_filters
 from erlangen.mechanisms.frequency import GUARD, low_pass
 from erlangen.models import register_model
+from erlangen.training import stacked_conv, stacked_pool  # noqa: F401  (a kernel that is first read while they are off is none)
 from erlangen.training.config import TrainConfig
+from erlangen.training.ensemble import Ensemble
 from erlangen.training.stacked_release import _guarded
 from erlangen.training.stacked_rows import Filter, Formed, Outer, Plane, Rows, Taps, Unformed, norms
 from tests.kernels import DEVICE, HALF, channels_last
@@ -244,3 +246,45 @@ def test_members_of_many_filters_are_their_sessions(circulant: int | None) -> No
         for k, f in enumerate(filters)
     ]
     trained_alike(configs, data, rtol=1e-3, atol=2e-5, rows=9)
+
+
+register_model(
+    "filtered-wide",
+    lambda shape, classes: nn.Sequential(
+        nn.Conv2d(2, 64, 1), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), CirculantConv2d(64, 64, 2, 2),
+        nn.Flatten(), nn.Linear(64, 3),
+    ),
+)  # fmt: skip
+
+
+def test_kernels_take_the_steps_of_the_plain_layers(monkeypatch):
+    """Gradients that are formed for the filter's sake, and circulant ones that are formed at once, in 16 bits."""
+    pytest.importorskip("triton")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 2, 4, 4)).astype(np.float32)
+    data = Dataset("filtered-wide", x, rng.integers(0, 3, 8), None, None, 3)
+    base = TrainConfig(
+        data="filtered-wide", model="filtered-wide", epsilon=None, noise_multiplier=0.0, batch=2, steps=1, lr=1.0, momentum=0.0,
+        ema=0.0, max_grad_norm=0.2, device=DEVICE, seed=0, mechanism="spectral",
+    )  # fmt: skip
+
+    def moved(precision: torch.dtype | None, fast: bool) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, *(("FORCED", True) if fast else ("HAS_TRITON", False)))
+            draws = [lambda n: [np.array([1, 5])] * n]
+            ensemble = Ensemble([base], data, precision=precision, graph=False, draws=draws, rows=2)
+            before = ensemble.stack.flat.clone()
+            ensemble.run()
+            return (before - ensemble.stack.flat).double()
+
+    calls = []
+    for where, name in ((stacked_circulant, "gradients"), (conv_gradient, "conv_gradient"), (stacked_filters, "filtered_energy")):
+        whole = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a, name=name, whole=whole: (calls.append(name), whole(*a))[1])
+    exact, plain = moved(None, False), moved(HALF, False)
+    assert not calls
+    fast = moved(HALF, True)
+    assert sorted(calls) == ["conv_gradient", "filtered_energy", "filtered_energy", "gradients"]
+    error = lambda found: float((found - exact).norm() / exact.norm())  # noqa: E731
+    assert 0 < error(fast) < 2 * error(plain) + 0.003
+    assert float(exact.norm()) == pytest.approx(0.2, rel=0.1), "two clipped rows of two"
