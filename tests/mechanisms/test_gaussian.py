@@ -200,6 +200,12 @@ def test_layers_are_modules_where_asked_and_tensors_otherwise():
         make_clipping("per-layer", 1.0, groups="modules")
 
 
+@pytest.mark.parametrize(("rule", "takes"), [("flat", "none"), ("per-layer", "groups"), ("auto-s", "gamma"), ("psac", "r")])
+def test_an_unknown_option_of_a_rule_is_named(rule, takes):
+    with pytest.raises(ValueError, match=rf"no option \['group'\]; it takes {takes}"):
+        make_clipping(rule, 1.0, group=1)
+
+
 @pytest.mark.parametrize(("groups", "words"), [("tensors", "tensor by itself"), ("layers", "weight and bias together")])
 def test_either_grouping_is_sound_at_sigma_and_said(groups, words):
     """C shared by the groups: whatever they are, the whole contribution has norm at most C and the event is σ's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -105,4 +106,8 @@ def make_clipping(clipping: str | ClippingRule, bound: float | Sequence[float] |
         raise ValueError(f"clipping is {clipping!r}; choose one of {', '.join(sorted(_RULES))}, or pass a ClippingRule")
     if bound is None:
         raise ValueError("max_grad_norm is missing: give the clipping bound C")
+    known = [name for name in inspect.signature(_RULES[clipping]).parameters if name != "bound"]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"clipping {clipping!r} has no option {unknown}; it takes {', '.join(known) or 'none'}")
     return _RULES[clipping](bound, **options)  # type: ignore[arg-type]
