@@ -106,8 +106,9 @@ def make_clipping(clipping: str | ClippingRule, bound: float | Sequence[float] |
         raise ValueError(f"clipping is {clipping!r}; choose one of {', '.join(sorted(_RULES))}, or pass a ClippingRule")
     if bound is None:
         raise ValueError("max_grad_norm is missing: give the clipping bound C")
-    known = [name for name in inspect.signature(_RULES[clipping]).parameters if name != "bound"]
+    taken = list(inspect.signature(_RULES[clipping]).parameters.values())
+    known = [p.name for p in taken[1:]]
     unknown = sorted(set(options) - set(known))
-    if unknown:
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
         raise ValueError(f"clipping {clipping!r} has no option {unknown}; it takes {', '.join(known) or 'none'}")
     return _RULES[clipping](bound, **options)  # type: ignore[arg-type]
