@@ -6,7 +6,8 @@ Times: every method is a process of its own, warmed up, then they take turns in 
 is shared by all; a ratio is the median over rounds of method time / plain time in the same round. Memory: peak resident
 size of a fresh process that runs the method alone. Opacus runs as its documentation says is fastest for each mode, with
 the same model, data, dtype and number of threads, and flat clipping at the same σ and C; memory is allocated alike. It
-refuses steerable layers; `functional` is what remains for them without rules of their own: ``torch.func`` over the network.
+refuses steerable layers. What remains for them without rules of their own: `functional` (``torch.func`` over the whole network)
+and, if asked for, `fallback` (our engine, in which layers without a rule get ``torch.func`` one by one).
 """
 
 from __future__ import annotations
@@ -61,19 +62,31 @@ def stepper(method: str, model_name: str, batch: int, strategy: str):
     criterion = nn.CrossEntropyLoss()
     if method == "functional":
         return _functional(module, optimizer, criterion, x, y)
-    if method == "erlangen":
+    if method == "fallback":
+        forget_our_rules()
+    private = method in ("erlangen", "fallback")
+    if private:
         training = _erlangen(module, optimizer, batch, strategy)
     elif method.startswith("opacus"):
         module, optimizer, criterion = _opacus(module, optimizer, criterion, batch, method.removeprefix("opacus-"))
 
     def step() -> None:
-        if method == "erlangen":
+        if private:
             training.announce(RowMap.regular(batch))  # what the loader does before it hands a batch out
         optimizer.zero_grad(set_to_none=True)
         criterion(module(x), y).backward()
         optimizer.step()
 
     return step
+
+
+def forget_our_rules() -> None:
+    """From now on layers of ours have no per-sample rule in this process; those of ``torch.nn`` keep theirs."""
+    from erlangen.gradients import registry
+
+    for layer in registry.registered():
+        if layer.__module__.startswith("erlangen."):
+            del registry._RULES[layer]
 
 
 def _erlangen(module, optimizer, batch, strategy):

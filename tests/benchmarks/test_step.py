@@ -14,6 +14,10 @@ from erlangen.equivariant import (
     regular_fields,
     trivial_fields,
 )
+from erlangen.gradients import registry
+from erlangen.gradients.attach import plan
+from erlangen.gradients.fallback import functional
+from tests.gradients.reference import assert_same, one_by_one, recorded
 from tests.scripts import script
 
 bench = script("step")
@@ -43,6 +47,18 @@ def test_functional_steps_are_those_of_dp_sgd(monkeypatch: pytest.MonkeyPatch) -
     assert drawn == [p.shape for p in before]
     for p, old, g in zip(module.parameters(), before, expected, strict=True):
         torch.testing.assert_close(p.detach(), old - 0.5 * g, rtol=1e-10, atol=1e-12)
+
+
+def test_the_fallback_has_no_rule_for_steerable_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives the gradients of one record at a time, as the rules do."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+    x = torch.randn(3, 1, 6, 6, dtype=torch.float64)
+    assert not any(rule is functional for _, _, rule in plan(steerable()))
+    expected = one_by_one(steerable().double(), (x,))
+    bench.forget_our_rules()
+    assert sum(rule is functional for _, _, rule in plan(steerable())) == 2
+    assert_same(recorded(steerable().double(), (x,)), expected)
 
 
 def test_every_method_is_built_for_the_networks_it_can_train() -> None:
