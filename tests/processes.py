@@ -19,7 +19,7 @@ from erlangen.workers import Workers
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([  # imported once, before the processes are forked
     "erlangen.training.distributed", "erlangen.models.small", "erlangen.audit.named", "dp_accounting.pld", "dp_accounting.rdp",
-    "sklearn.datasets", "scipy.stats", "torch._dynamo", "torch.func", "tests.processes",
+    "sklearn.datasets", "scipy.stats", "torch._dynamo", "torch.func", "torch.distributed.fsdp", "tests.processes",
 ])  # fmt: skip
 
 
