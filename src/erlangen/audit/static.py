@@ -253,17 +253,20 @@ def _mechanisms(progress: Callable[[str], None]) -> Iterator[Finding]:
 def sharded_builds() -> dict[str, Callable[[Any], Mechanism]]:
     """Mechanisms that only exist on sharded parameters: from a device mesh to one of them."""
 
-    def gaussian(mesh: Any) -> Mechanism:
+    def gaussian(mesh: Any, metric: bool = False) -> Mechanism:
         from torch.distributed.tensor import DTensor, Shard
 
+        from erlangen.mechanisms.geometry import Diagonal
         from erlangen.sharded import ShardedGaussian
 
-        mechanism = ShardedGaussian(1.0, make_clipping("flat", 0.7), None, StreamNoise(None, "audit"), "iso")
         plain = {n: torch.zeros_like(p) for n, p in small_network().named_parameters()}
+        stretched = Diagonal({n: torch.linspace(0.5, 2.0, p.numel()).view(p.shape) for n, p in plain.items()})
+        geometry, name = (stretched, "rep") if metric else (None, "iso")
+        mechanism = ShardedGaussian(1.0, make_clipping("flat", 0.7), geometry, StreamNoise(None, "audit"), name)
         mechanism.bind({n: DTensor.from_local(p, mesh, [Shard(0)], run_check=False) for n, p in plain.items()}, BATCH)
         return mechanism
 
-    return {"iso, sharded": gaussian}
+    return {"iso, sharded": gaussian, "rep, sharded": partial(gaussian, metric=True)}
 
 
 def _alone_in_a_group(name: str, build: Callable[[Any], Mechanism], seen: set[type]) -> Finding:

@@ -41,7 +41,7 @@ _GONE = re.compile(r"gloo|nccl|connection|timed out|process ?group", re.IGNORECA
 T = TypeVar("T")
 
 
-def split(model: nn.Module, workers: Workers, device: torch.device, least: int | None = None) -> None:
+def split(model: nn.Module, workers: Workers, device: torch.device) -> None:
     """Split all parameters over all workers, in place: each coordinate is one worker's. Buffers stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -50,17 +50,17 @@ def split(model: nn.Module, workers: Workers, device: torch.device, least: int |
         raise ConfigError("shard on GPUs needs one for each process (NCCL): start as many processes as there are GPUs")
     refuse_computed_weights(model)
     mesh = init_device_mesh(device.type, (workers.count,))
-    for module in _groups(model, LEAST if least is None else least):
+    for module in _groups(model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def _groups(model: nn.Module, least: int) -> list[nn.Module]:
+def _groups(model: nn.Module) -> list[nn.Module]:
     """The large layers, where per-sample gradients are recorded; those that share parameters are the whole model's."""
     layers = list({id(module): module for _, module, _ in plan(model) if module is not model}.values())
     users = Counter(id(p) for module in layers for p in module.parameters())
     own = [m for m in layers if all(users[id(p)] == 1 for p in m.parameters())]
-    return [m for m in own if sum(p.numel() for p in m.parameters()) >= least]
+    return [m for m in own if sum(p.numel() for p in m.parameters()) >= LEAST]
 
 
 class Shards:
