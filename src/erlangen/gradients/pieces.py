@@ -202,6 +202,10 @@ class Piece:
         """The same piece with the owners flagged in ``bad`` contributing exactly zero."""
         return Dense(torch.where(bad.view(-1, *[1] * (self.dense().ndim - 1)), 0.0, self.dense()))
 
+    def without(self, bad: Tensor) -> Piece:
+        """`zero`, as far as these gradients have been measured: they are formed again as they were, or not at all."""
+        return Without(self, bad) if self.measured_formed else self.zero(bad)
+
 
 class Dense(Piece):
     """Gradients that exist as a tensor [n, *shape], with their squared norms where those are known already."""
@@ -224,6 +228,9 @@ class Dense(Piece):
         self.measured_formed = True
         known = weight is None and self.norms is not None
         return self.norms if known else squared_norms(apply_weight(weight, self.g))  # type: ignore[return-value]
+
+    def without(self, bad: Tensor) -> Piece:
+        return self.zero(bad)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         if self.g.is_contiguous():
@@ -348,6 +355,39 @@ class Lookup(Piece):
 
     def zero(self, bad: Tensor) -> Piece:
         return Lookup(self.index, torch.where(bad.view(-1, 1, 1), 0.0, self.d), self.entries)
+
+
+class Without(Piece):
+    """Gradients that were measured formed, with the owners flagged in ``bad`` contributing exactly zero.
+
+    They are put out after the rest was formed as it was measured: factors with zeros in them may lie otherwise in memory,
+    where products add in another order.
+    """
+
+    measured_formed = True
+
+    def __init__(self, piece: Piece, bad: Tensor):
+        self.piece, self.bad = piece, bad
+
+    @property
+    def count(self) -> int:
+        return self.piece.count
+
+    def dense(self) -> Tensor:
+        return Dense(self.piece.dense()).zero(self.bad).dense()
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        return self.sum_of_formed(w)
+
+    def precise(self) -> Piece:
+        return Without(self.piece.precise(), self.bad)
+
+    def chunks(self) -> list[Piece]:
+        parts = self.piece.chunks()
+        return [Without(part, bad) for part, bad in zip(parts, self.bad.split([p.count for p in parts]), strict=True)]
+
+    def zero(self, bad: Tensor) -> Piece:
+        return Without(self.piece, self.bad | bad)
 
 
 def skips_zero_weights(*tensors: Tensor) -> bool:

@@ -132,9 +132,7 @@ class PerSampleGradients:
 
     def without(self, bad: Tensor) -> PerSampleGradients:
         """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
-        pieces = {name: piece.zero(bad) for name, piece in self._pieces.items()}
-        for name, piece in pieces.items():
-            piece.measured_formed = self._pieces[name].measured_formed
+        pieces = {name: piece.without(bad) for name, piece in self._pieces.items()}
         return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
 
 

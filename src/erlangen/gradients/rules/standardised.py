@@ -202,9 +202,7 @@ class Standardised(Piece):
         return [Standardised(part, self.projection, y) for part, y in zip(parts, outputs, strict=True)]
 
     def zero(self, bad: Tensor) -> Piece:
-        inner = self.inner.zero(bad)
-        inner.measured_formed = self.inner.measured_formed
-        return Standardised(inner, self.projection)
+        return Standardised(self.inner.without(bad), self.projection)
 
 
 @rule(StandardisedConv2d)
