@@ -19,21 +19,24 @@ _WORDS, _FIRST_WORD = 624, 24
 
 @dataclass(frozen=True)
 class Stream:
-    """A family of generators, one per step. With ``seed=None`` the seed is drawn from the system and kept nowhere."""
+    """A family of generators, one per step. With ``seed=None`` the seed is drawn from the system and kept nowhere, and
+    processes that were forked with it draw other numbers, each its own."""
 
     purpose: str
     seed: int | None = None
     run_id: str = ""
     rank: int = 0
     _entropy: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    _shared: bool = field(default=False, repr=False)
 
     def sharing(self, entropy: str) -> Stream:
         """The same stream for everybody who knows ``entropy``; a seed, where there is one, is shared already."""
-        return replace(self, _entropy=entropy)
+        return replace(self, _entropy=entropy, _shared=True)
 
     def at(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """The generator of one step, the same whenever it is asked for."""
-        root = f"seed:{self.seed}" if self.seed is not None else f"entropy:{self._entropy}"
+        own = "" if self._shared else f":{os.getpid()}"  # a fork has the entropy of its parent, and must not have its noise
+        root = f"seed:{self.seed}" if self.seed is not None else f"entropy:{self._entropy}{own}"
         name = f"{root}|run:{self.run_id}|purpose:{self.purpose}|rank:{self.rank}|step:{step}"
         device = torch.device(device)
         if device.type != "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 
 import pytest
 import torch
@@ -49,6 +50,29 @@ def test_steps_whose_32_bit_seeds_collide_draw_different_noise():
     assert torch.equal(torch.randn(9, generator=stream.at(7)), torch.randn(9, generator=stream.at(7)))
     z = torch.cat([torch.randn(50, generator=stream.at(k)) for k in range(400)])
     assert stats.kstest(z.numpy(), "norm").pvalue > 1e-4
+
+
+def drawn_after_fork(source: StreamNoise, answers) -> None:
+    source.next_release()
+    answers.put(source.perturb(torch.zeros(4), 1.0).tolist())
+
+
+def test_forked_processes_draw_noise_of_their_own():
+    """A mechanism that was made before a fork has the same entropy in both; models trained with the same noise say their
+    difference without any. Who shares a stream on purpose still does, and so does who has the seed."""
+    context = multiprocessing.get_context("fork")
+    for source, together in ((StreamNoise(), False), (StreamNoise(), True), (StreamNoise(seed=3), True)):
+        if together and not source.seeded:
+            source._stream = source._stream.sharing("known to all")
+        answers = context.SimpleQueue()
+        children = [context.Process(target=drawn_after_fork, args=(source, answers)) for _ in range(2)]
+        for child in children:
+            child.start()
+        drawn_after_fork(source, answers)
+        draws = {tuple(answers.get()) for _ in range(3)}
+        for child in children:
+            child.join()
+        assert len(draws) == (1 if together else 3)
 
 
 def test_noise_needs_an_open_release():

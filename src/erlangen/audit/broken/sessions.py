@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class EntropyInTheCheckpoint(Session):
 
     @_entropy.setter
     def _entropy(self, value: str) -> None:
-        self._source._stream = self._source._stream.sharing(value)
+        self._source._stream = replace(self._source._stream, _entropy=value)
 
     @property
     def _source(self) -> Any:
