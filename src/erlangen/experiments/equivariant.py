@@ -228,6 +228,10 @@ _add(
             "7 norm groups, rate 3", cifar(8, "eq-resnet9-tuned", lr=3.0, model_options={"norm_groups": 7}, **_TRIAL)
         ),
         Cell("pixels from −1 to 1", cifar(8, "eq-resnet9-tuned", model_options={"input_scale": 1.0}, **_TRIAL)),
+        Cell(
+            "7 norm groups, 8 views",
+            cifar(8, "eq-resnet9-tuned", views=8, max_physical_batch=528, model_options={"norm_groups": 7}, **_TRIAL),
+        ),
     ],
     "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3, beside=True,
 )  # fmt: skip
