@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import erlangen
+from erlangen.gradients.rows import RowMap
 from erlangen.mechanisms import GaussianMechanism, StreamNoise
 from erlangen.training.adam_bc import AdamBC
 from tests.engines import B, N, data, loop, net, private
@@ -357,6 +358,29 @@ def test_a_schedule_of_batch_sizes_is_accounted_as_it_goes():
     engine.training.sampler.expected_batch = 10.0
     assert engine.event() != small
     assert engine.event().sampling_probability == 0.5
+
+
+def test_a_batch_that_was_left_in_the_middle_takes_its_event_with_it():
+    """GReDP's noise for each sample is made for the expected batch of the moment: a smaller one since means less noise after
+    a loop was left, and an event from before would count five times as much of it."""
+    model, x = nn.Linear(8, 4), torch.randn(400, 8)
+    data = TensorDataset(x, torch.zeros(400, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = erlangen.PrivacyEngine(seed=0)
+    engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=100), noise_multiplier=1.0, max_grad_norm=1.0,
+        mechanism="gredp", mechanism_options={"as_published": "per-sample"},
+    )  # fmt: skip
+    training = engine.training
+    training.sampler.expected_batch = 4.0
+    for last in (True, False, True):
+        training.announce(RowMap.regular(2), True, last)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:2]), torch.zeros(2, dtype=torch.long)).backward()
+        optimizer.step()
+        if last:
+            event = [event for event, _ in engine.accountant.history][-1].event
+            assert event.noise_multiplier == pytest.approx(float(training.mechanism.noise_std("weight").max()))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -72,7 +72,7 @@ class PrivateTraining:
         """
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
-            self._pending = False
+            self._pending, self._event = False, None  # noise may be made for the batch of this moment from here on
         self._tickets.draw(source, tried=self.tape.next_batch())
         self.tape.logical += first
         self._drawn = None if source is None else source.expected_batch
