@@ -160,7 +160,7 @@ def test_processes_that_draw_clip_or_group_differently_are_refused():
 def moved(workers: Workers) -> list[str]:
     """A schedule that one process alone follows, between two steps."""
     said = []
-    for what in ("bound", "batch"):
+    for what in ("bound", "batch", "peek"):
         engine, model = erlangen.PrivacyEngine(seed=0), nn.Linear(3, 2)
         optimizer = sgd(model)
         loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.long)), batch_size=2)
@@ -169,8 +169,10 @@ def moved(workers: Workers) -> list[str]:
         )
         if workers.rank == 1 and what == "bound":
             engine.training.mechanism.clipping.bound = 10.0
-        elif workers.rank == 1:
+        elif workers.rank == 1 and what == "batch":
             engine.training.sampler.expected_batch = 1.0
+        elif workers.first and what == "peek":
+            next(iter(private))
         try:
             for x, y in private:
                 optimizer.zero_grad()
@@ -183,10 +185,12 @@ def moved(workers: Workers) -> list[str]:
 
 
 def test_processes_that_come_to_clip_or_draw_differently_are_stopped_before_the_noise():
-    """The noise is made for the first worker's bound: records clipped at ten times of it elsewhere would show."""
-    for bound, batch in together(2, moved):
+    """The noise is made for the first worker's bound: records clipped at ten times of it elsewhere would show. And whoever has
+    looked at a batch alone is a draw ahead: a record in both parts of two draws would count twice."""
+    for bound, batch, draw in together(2, moved):
         assert "clipping bound" in bound
         assert "expected batch" in batch
+        assert "the draw that a batch is a part of is 1 on the first worker" in draw
 
 
 def test_data_parallel_is_refused():

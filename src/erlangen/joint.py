@@ -57,18 +57,25 @@ def release(training: PrivateTraining) -> Private:
     return Private(dict(zip(names, sent[: len(names)], strict=True)), variances)
 
 
+_ALIKE = (
+    ("clipping bound", "change it on all alike"), ("expected batch", "change it on all alike"),
+    ("draw that a batch is a part of", "look at batches of the private loader, leave and begin loops over it on all workers alike"),
+)  # fmt: skip
+
+
 def alike(training: PrivateTraining) -> Callable[[], None]:
-    """Collective: what each worker clipped at, and the size of batch it drew. The result raises on the first worker if they
-    are not all the same: before the noise, which is made for its own bound and its own rate alone."""
+    """Collective: what each worker clipped at, and which draw of which expected size its records are a part of. The result
+    raises on the first worker if they are not all the same: before the noise, which is made for its own bound and its own
+    rate alone. Parts of two draws may hold the same record twice."""
     bound = getattr(training.mechanism, "clipped_at", None) or training.mechanism.sensitivity
-    own = torch.tensor([bound, training.drawn], dtype=torch.float64)
+    own = torch.tensor([bound, training.drawn, training.draw], dtype=torch.float64)
     count, total, squares = training.workers.add_up([torch.ones(1, dtype=torch.float64), own, own.square()])
 
     def check() -> None:
         same = torch.isclose(total, count * own, 1e-12, 0.0) & torch.isclose(squares, count * own.square(), 1e-12, 0.0)
-        for ok, what, value in zip(same.tolist(), ("clipping bound", "expected batch"), own.tolist(), strict=True):
+        for ok, (what, cure), value in zip(same.tolist(), _ALIKE, own.tolist(), strict=True):
             if not ok:
-                raise ValueError(f"the {what} is {value:g} on the first worker and another on others: change it on all alike")
+                raise ValueError(f"the {what} is {value:.10g} on the first worker and another on others: {cure}")
 
     return check
 

@@ -59,6 +59,8 @@ class PrivateTraining:
         self._event: tuple[tuple[float, float, int], DpEvent] | None = None
         #: the expected batch at which the loader drew the batch in hand
         self._drawn: float | None = None
+        #: which draw of the sampler that batch is; None where it was announced by hand
+        self._draw: int | None = None
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
         self._updates = 0
@@ -75,7 +77,7 @@ class PrivateTraining:
             self._pending, self._event = False, None  # noise may be made for the batch of this moment from here on
         self._tickets.draw(source, tried=self.tape.next_batch())
         self.tape.logical += first
-        self._drawn = None if source is None else source.expected_batch
+        self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
         self.tape.rows, self._last, self.summed = rows, last, False
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
@@ -174,6 +176,11 @@ class PrivateTraining:
     def drawn(self) -> float:
         """The expected batch at which the batch in hand was drawn; the next one's if there is none."""
         return self.sampler.expected_batch if self._drawn is None else self._drawn
+
+    @property
+    def draw(self) -> int:
+        """Which of the sampler's draws the batch in hand is; all workers divide the same one."""
+        return self.sampler.step if self._draw is None else self._draw
 
     def step_event(self, sigma: float, expected_batch: float | None = None) -> DpEvent:
         """Everything that one step releases at noise multiplier σ, amplification included."""

@@ -30,16 +30,16 @@ class _Batches:
 
     def __init__(self, sampler: Sampler, units: Units, limit: int | None, workers: Workers) -> None:
         self.sampler, self.units, self.limit, self.workers = sampler, units, limit, workers
-        self.coming: deque[tuple[RowMap, bool, bool, float]] = deque()
+        self.coming: deque[tuple[RowMap, bool, bool, float, int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         coming = self.coming
         for _ in range(self.sampler.steps_per_epoch):
-            expected = self.sampler.expected_batch
+            expected, draw = self.sampler.expected_batch, self.sampler.step
             parts = self.units.share(self.sampler.draw(), self.limit, self.workers).parts
             for k, (rows, owner) in enumerate(parts):
                 owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
-                coming.append((owners, k == 0, k == len(parts) - 1, expected))
+                coming.append((owners, k == 0, k == len(parts) - 1, expected, draw))
                 yield rows.tolist()
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class PrivateLoader(DataLoader):
         this = Pass()
         try:
             for batch in super().__iter__():
-                rows, first, last, this.expected_batch = coming.popleft()
+                rows, first, last, this.expected_batch, this.draw = coming.popleft()
                 self._announce(rows, first, last, this)
                 yield batch
         except GeneratorExit:  # the loop was left, or one batch was looked at

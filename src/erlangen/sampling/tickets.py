@@ -14,6 +14,8 @@ class Pass:
         self.over = self.left = self.stepped = False
         #: the sampler's expected batch when the batch in hand was drawn: loaders draw ahead, and it may have moved since
         self.expected_batch: float | None = None
+        #: which of the sampler's draws that batch is a part of
+        self.draw: int | None = None
 
     @property
     def idle(self) -> bool:
