@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import erlangen
@@ -130,6 +130,8 @@ DIFFERENT = {
     "mechanism": lambda rank: ({"seed": 0}, {"max_grad_norm": 1.0 + 9 * rank}),
     "unit": lambda rank: ({"seed": 0}, {"unit": [(k + rank) // 2 for k in range(8)]}),
     "data": lambda rank: ({"seed": 0}, {"poisson_sampling": rank == 0}),
+    "split": lambda rank: ({"seed": 0}, {}),
+    "order": lambda rank: ({"seed": 0}, {}),
 }  # fmt: skip
 
 
@@ -138,7 +140,11 @@ def started(workers: Workers) -> dict[str, str]:
     for name, make in DIFFERENT.items():
         engine_options, options = make(workers.rank)
         model = nn.Linear(3, 1)
-        loader = DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=2)
+        records: Dataset = TensorDataset(torch.arange(24.0).view(8, 3))
+        if name in ("split", "order"):
+            places = torch.randperm(8, generator=torch.Generator().manual_seed(workers.rank))
+            records = Subset(records, places.tolist()) if name == "split" else TensorDataset(records[:][0][places])
+        loader = DataLoader(records, batch_size=2)
         options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
         try:
             erlangen.PrivacyEngine(**engine_options).make_private(
@@ -151,7 +157,8 @@ def started(workers: Workers) -> dict[str, str]:
 
 def test_processes_that_draw_clip_or_group_differently_are_refused():
     """Seeds that differ by rank, as scripts like to set them, would put one record into the batches of two workers; a
-    bound that differs lets one worker add more than the noise of the first one covers."""
+    bound that differs lets one worker add more than the noise of the first one covers. So would data that every process
+    has split or shuffled for itself: a record with two indices adds two bounds."""
     for said in together(2, started):
         assert set(said) == set(DIFFERENT)
         assert all("not started alike" in text for text in said.values())

@@ -8,6 +8,7 @@ that is not their own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from erlangen import sharded
 from erlangen.mechanisms.base import Mechanism
@@ -122,18 +124,41 @@ def compare(training: PrivateTraining, step: int) -> None:
         training.workers.require_equal_weights(training.tape.parameters, step)
 
 
-def require_alike(workers: Workers, mechanism: Mechanism, sampler: Sampler, units: Units, streams: str) -> None:
+def require_alike(
+    workers: Workers, mechanism: Mechanism, sampler: Sampler, units: Units, streams: str, dataset: Any
+) -> None:
     """Everybody clips to the same bound, draws from the same stream and divides the same units; or everybody raises.
 
-    Seeds that differ by rank would draw a batch of its own on every worker, and a record could be in several of them.
+    Seeds that differ by rank would draw a batch of its own on every worker, and a record could be in several of them; so it
+    could where a record has another index on another worker.
     """
     if workers.alone:
         return
     plain = lambda facts: json.dumps(facts, sort_keys=True, default=str)  # noqa: E731
     workers.require_same({
         "seed or run_id": streams, "mechanism": plain([mechanism.describe(), _state(mechanism)]), "data": plain(sampler.describe()),
-        "unit": units.digest(),
+        "unit": units.digest(), "records, or their order (random_split with a generator of the same seed)": order_of(dataset),
     })  # fmt: skip
+
+
+def order_of(dataset: Any) -> str:
+    """What is known of which record is where without reading them all: indices of subsets, and tensors in memory."""
+    if isinstance(dataset, Subset):
+        indices = torch.as_tensor([int(k) for k in dataset.indices], dtype=torch.int64)
+        return f"{_digest(indices)} of {order_of(dataset.dataset)}"
+    if isinstance(dataset, ConcatDataset):
+        return " and ".join(map(order_of, dataset.datasets))
+    if isinstance(dataset, TensorDataset):
+        return f"{len(dataset)} {[_digest(t) for t in dataset.tensors if t.layout is torch.strided]}"
+    return f"{len(dataset)} {type(dataset).__name__}"
+
+
+def _digest(t: Tensor) -> str:
+    """Of the bits of a tensor in their order, a part at a time."""
+    found = hashlib.sha256()
+    for part in t.detach().reshape(-1).split(1 << 22):
+        found.update(part.cpu().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:

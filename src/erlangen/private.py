@@ -315,7 +315,7 @@ def prepare(
     if criterion is not None and hasattr(built, "use_criterion"):
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
-    joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}")
+    joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
     tape.metric, tape.private_sizes = built.metric, poisson_sampling
