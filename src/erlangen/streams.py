@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ _WORDS, _FIRST_WORD = 624, 24
 @dataclass(frozen=True)
 class Stream:
     """A family of generators, one per step. With ``seed=None`` the seed is drawn from the system and kept nowhere, and
-    processes that were forked with it draw other numbers, each its own."""
+    deep copies of the stream, and processes that were forked with it, draw other numbers, each its own."""
 
     purpose: str
     seed: int | None = None
@@ -32,6 +33,10 @@ class Stream:
     def sharing(self, entropy: str) -> Stream:
         """The same stream for everybody who knows ``entropy``; a seed, where there is one, is shared already."""
         return replace(self, _entropy=entropy, _shared=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
+        fixed = self.seed is not None or self._shared
+        return self if fixed else replace(self, _entropy=secrets.token_hex(16))
 
     def at(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """The generator of one step, the same whenever it is asked for."""

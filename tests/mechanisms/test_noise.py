@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import multiprocessing
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.noise import GRID, SecureNoise, StreamNoise, secure_normal
 from erlangen.streams import Stream, secure_uniform
 
@@ -73,6 +75,16 @@ def test_forked_processes_draw_noise_of_their_own():
         for child in children:
             child.join()
         assert len(draws) == (1 if together else 3)
+
+
+def test_copies_of_a_mechanism_draw_noise_of_their_own():
+    """One mechanism, copied for each of several models: they may not hide behind the same noise."""
+    nobody = {"w": torch.zeros(0, 5)}
+    made, seeded = GaussianMechanism(1.0), GaussianMechanism(1.0, noise=StreamNoise(seed=3))
+    for mechanism, same in ((made, False), (seeded, True)):
+        copies = [copy.deepcopy(mechanism) for _ in range(2)]
+        draws = {tuple(m.release(nobody)["w"].tolist()) for m in (mechanism, *copies)}
+        assert len(draws) == (1 if same else 3)
 
 
 def test_noise_needs_an_open_release():
