@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -418,3 +419,21 @@ def test_an_unseeded_ensemble_neither_writes_down_nor_repeats_its_noise():
     second.load_state_dict(state)
     draws = [torch.empty(100, device=e.device).normal_(generator=e.generator) for e in (first, second)]
     assert not torch.equal(*draws)
+
+
+def test_forked_ensembles_draw_noise_of_their_own():
+    """They draw other batches, so that the same noise would hide two different sums."""
+    config = TrainConfig(model="logistic", epsilon=None, noise_multiplier=1e4, batch=16, steps=1, lr=0.1, seed=None, device="cpu")
+    ensemble, context = Ensemble([config]), multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def run() -> None:
+        ensemble.run()
+        answers.put(ensemble.stack.flat.tolist())
+
+    child = context.Process(target=run)
+    child.start()
+    run()
+    one, other = (torch.tensor(answers.get()).flatten() for _ in range(2))
+    child.join()
+    assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.5

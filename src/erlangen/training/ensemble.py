@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,7 +146,8 @@ class Ensemble:
         # one stream for the noise of all members, named by all that they are: no other ensemble draws from it
         members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
         self.seeded = all(c.seed is not None for c in self.configs)
-        self.generator = Stream(f"noise|{members}", 0 if self.seeded else None).at(0, self.device)
+        self._noise = Stream(f"noise|{members}", 0 if self.seeded else None)
+        self.generator, self._process = self._noise.at(0, self.device), os.getpid()
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -188,6 +190,8 @@ class Ensemble:
 
     def _run_chunk(self, steps: int) -> None:
         self.releases = self.step_count + steps
+        if not self.seeded and self._process != os.getpid():  # a fork draws batches of its own, and so it must its noise
+            self.generator, self._process = self._noise.at(0, self.device), os.getpid()
         table, passes = self.batches.draw(steps)
         self._load(table)
         part, whole = self._calls()
