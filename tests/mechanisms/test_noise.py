@@ -13,6 +13,7 @@ from scipy import stats
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.noise import GRID, SecureNoise, StreamNoise, secure_normal
 from erlangen.streams import Stream, secure_uniform
+from tests.alone import alone
 
 
 @pytest.mark.parametrize("source", [StreamNoise(seed=1), StreamNoise(), SecureNoise()])
@@ -59,22 +60,28 @@ def drawn_after_fork(source: StreamNoise, answers) -> None:
     answers.put(source.perturb(torch.zeros(4), 1.0).tolist())
 
 
-def test_forked_processes_draw_noise_of_their_own():
-    """A mechanism that was made before a fork has the same entropy in both; models trained with the same noise say their
-    difference without any. Who shares a stream on purpose still does, and so does who has the seed."""
-    context = multiprocessing.get_context("fork")
-    for source, together in ((StreamNoise(), False), (StreamNoise(), True), (StreamNoise(seed=3), True)):
-        if together and not source.seeded:
+def draws_around_forks() -> list[list[list[float]]]:
+    """What a parent and its two children draw: from an unseeded source, one that is shared on purpose, and a seeded one."""
+    context, found = multiprocessing.get_context("fork"), []
+    for source, shared in ((StreamNoise(), False), (StreamNoise(), True), (StreamNoise(seed=3), False)):
+        if shared:
             source._stream = source._stream.sharing("known to all")
         answers = context.SimpleQueue()
         children = [context.Process(target=drawn_after_fork, args=(source, answers)) for _ in range(2)]
         for child in children:
             child.start()
         drawn_after_fork(source, answers)
-        draws = {tuple(answers.get()) for _ in range(3)}
+        found.append([answers.get() for _ in range(3)])
         for child in children:
             child.join()
-        assert len(draws) == (1 if together else 3)
+    return found
+
+
+def test_forked_processes_draw_noise_of_their_own():
+    """A mechanism that was made before a fork has the same entropy in both; models trained with the same noise say their
+    difference without any. Who shares a stream on purpose still does, and so does who has the seed."""
+    counts = [len({tuple(draw) for draw in draws}) for draws in alone(draws_around_forks)]
+    assert counts == [3, 1, 1]
 
 
 def test_copies_of_a_mechanism_draw_noise_of_their_own():

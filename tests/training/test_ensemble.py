@@ -36,6 +36,7 @@ from erlangen.training.ensemble import Ensemble
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
 from erlangen.training.session import Session
 from erlangen.training.stacked import Stack
+from tests.alone import alone
 from tests.gradients.reference import one_by_one
 from tests.training.members import like_sessions, trained_alike
 
@@ -421,19 +422,25 @@ def test_an_unseeded_ensemble_neither_writes_down_nor_repeats_its_noise():
     assert not torch.equal(*draws)
 
 
-def test_forked_ensembles_draw_noise_of_their_own():
-    """They draw other batches, so that the same noise would hide two different sums."""
+def trained_after_fork() -> list[list[float]]:
+    """The weights of one unseeded ensemble, trained by both sides of a fork."""
     config = TrainConfig(model="logistic", epsilon=None, noise_multiplier=1e4, batch=16, steps=1, lr=0.1, seed=None, device="cpu")
     ensemble, context = Ensemble([config]), multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
 
     def run() -> None:
         ensemble.run()
-        answers.put(ensemble.stack.flat.tolist())
+        answers.put(ensemble.stack.flat.flatten().tolist())
 
     child = context.Process(target=run)
     child.start()
     run()
-    one, other = (torch.tensor(answers.get()).flatten() for _ in range(2))
+    found = [answers.get() for _ in range(2)]
     child.join()
+    return found
+
+
+def test_forked_ensembles_draw_noise_of_their_own():
+    """They draw other batches, so that the same noise would hide two different sums."""
+    one, other = map(torch.tensor, alone(trained_after_fork))
     assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.5
