@@ -24,7 +24,7 @@ from erlangen.gradients import kernels
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, tuned
 from erlangen.gradients.kernels.conv_gradient import FILTERS, OWNERS
 from erlangen.gradients.kernels.row_sum import row_sum
-from erlangen.gradients.pieces import exact_float32
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rules.conv import Conv, Geometry
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from erlangen.gradients.pieces import accumulate_dtype
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.clipping import AdaptiveQuantile

@@ -9,9 +9,11 @@ from erlangen.circulant import CirculantOuter, spectrum
 from erlangen.gradients import RowMap, Tape, attach, pieces
 from erlangen.gradients.attach import detach
 from erlangen.gradients.kernels.stacked_rows import reference_energy
-from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece, exact_float32, squared_norms
+from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.standardised import Projection, Standardised
+from erlangen.gradients.sums import squared_norms
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.clipping import make_clipping

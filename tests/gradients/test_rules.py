@@ -275,7 +275,7 @@ def test_windows_of_groups_are_those_of_each_group_alone():
 
 @pytest.mark.parametrize("columns", [1, 511, 1024, 1537, 4099])
 def test_sums_of_rows_are_the_same_whatever_threads_add_them(columns):
-    from erlangen.gradients.pieces import row_sum
+    from erlangen.gradients.sums import row_sum
 
     torch.manual_seed(0)
     before = torch.get_num_threads()
@@ -290,7 +290,7 @@ def test_sums_of_rows_are_the_same_whatever_threads_add_them(columns):
 
 
 def test_three_bfloat16_parts_are_a_float32_number():
-    from erlangen.gradients.pieces import _three_parts
+    from erlangen.gradients.sums import _three_parts
 
     w = torch.randn(1000) * 10 ** torch.empty(1000).uniform_(-6, 6)
     assert torch.equal(_three_parts(w).double().sum(0).float(), w)

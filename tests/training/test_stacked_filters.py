@@ -38,16 +38,6 @@ SMALL = ["taps", "taps and zeros", "runs"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(params=["twins", "kernels"])
-def path(request, monkeypatch):
-    if request.param == "kernels":
-        pytest.importorskip("triton")
-        monkeypatch.setattr(kernels, "FORCED", True)
-    else:
-        monkeypatch.setattr(kernels, "HAS_TRITON", False)
-    return request.param
-
-
 def kept_of(sizes: tuple[int, ...], ratio: float) -> Tensor:
     """Columns of H that a low-pass filter keeps, from the definition: cas(2π⟨k, x⟩/n)."""
     at = torch.cartesian_prod(*[torch.arange(n, dtype=torch.float64) / n for n in sizes]).view(-1, len(sizes))

@@ -10,22 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients import kernels
 from erlangen.training.stacked import Stack
 from erlangen.training.stacked_rows import Fields, Formed, Outer, Rows, Taps, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODELS, COUNT = 3, 5
-
-
-@pytest.fixture(params=["twins", "kernels"])
-def path(request, monkeypatch):
-    if request.param == "kernels":
-        pytest.importorskip("triton")
-        monkeypatch.setattr(kernels, "FORCED", True)
-    else:
-        monkeypatch.setattr(kernels, "HAS_TRITON", False)
-    return request.param
 
 
 def random(*shape: int) -> Tensor:

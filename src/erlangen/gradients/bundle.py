@@ -14,7 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from erlangen.gradients.pieces import Dense, Piece, accumulate_dtype, row_sum, skips_zero_weights
+from erlangen.gradients.pieces import Dense, Piece
+from erlangen.gradients.precision import accumulate_dtype
+from erlangen.gradients.sums import row_sum, skips_zero_weights
 
 #: entries of a gradient up to which it is copied beside the others; on a CPU a copy soon costs more than the calls it saves
 SMALL, SMALL_ON_CPU = 1024, 256

@@ -13,105 +13,25 @@ trusts it would let too much through. Such norms are rounded outwards by the rou
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from erlangen.gradients.kernels import usable
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.rounding import additions, gram, hidden, outward, weighed
+from erlangen.gradients.sums import row_sum, skips_zero_weights, squared_norms
 
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
 # Flops that cost as much as moving one float through a GPU's memory; only the order of magnitude matters.
 FLOPS_PER_FLOAT = 300.0
 CHUNK_FLOATS = {"cpu": 1 << 24, "cuda": 1 << 29}
-# Entries of a gradient whose squares are added up by one call; a GPU has 2048 accumulators for them, a CPU sixteen.
-LONGEST_RUN = {"cpu": 512, "cuda": 1 << 18}
-#: columns of a matrix that are worth a thread
-FEWEST_COLUMNS = 512
-
-
-@contextlib.contextmanager
-def exact_float32() -> Iterator[None]:
-    """No TF32 inside, and no bfloat16 for float32 on a CPU: products of ten bits or eight could lift a contribution above
-    its bound by one part in a thousand. Whichever way the user has asked for them is as it was afterwards."""
-    backends: Any = torch.backends
-    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before PyTorch 2.9
-        with _exact_as_of_old():
-            yield
-        return
-    knobs = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-    before = [knob.fp32_precision for knob in knobs]
-    legacy = _legacy_precision()
-    try:
-        if legacy not in (None, "highest"):
-            torch.set_float32_matmul_precision("highest")
-        for knob in knobs:
-            knob.fp32_precision = "ieee"
-        yield
-    finally:
-        if legacy not in (None, "highest"):
-            torch.set_float32_matmul_precision(legacy)
-        for knob, value in zip(knobs, before, strict=True):
-            knob.fp32_precision = value
-
-
-def _legacy_precision() -> str | None:
-    """None where the user has set precisions backend by backend: PyTorch then refuses to give one answer."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-@contextlib.contextmanager
-def _exact_as_of_old() -> Iterator[None]:
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
-    torch.set_float32_matmul_precision("highest")
-    try:
-        if not torch.cuda.is_available():
-            yield
-            return
-        with cudnn.flags(
-            enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-def accumulate_dtype(t: Tensor) -> torch.dtype:
-    """Norms and sums are never taken in less than float32."""
-    return _promoted(t.dtype)
-
-
-_promoted = functools.cache(functools.partial(torch.promote_types, torch.float32))
 
 
 def chunk_size(per_owner: int, like: Tensor) -> int:
     """How many owners to form at once, so that temporaries stay small."""
     return max(1, CHUNK_FLOATS.get(like.device.type, 1 << 26) // max(1, per_owner))
-
-
-def squared_norms(g: Tensor) -> Tensor:
-    """‖g_i‖² for each row of [n, …], accumulated in at least float32, and in runs: one long sum would forget all terms that
-    are below half its rounding error, one after another (7 % of ten million entries)."""
-    precise = accumulate_dtype(g)
-    if g.numel() == 0:
-        return g.new_zeros(g.shape[0], dtype=precise)
-    strides = g.stride()  # in memory's own order: no copy
-    order = sorted(range(1, g.ndim), key=lambda axis: -strides[axis])
-    flat = g.permute(0, *order).flatten(1) if order else g[:, None]
-    run, entries = LONGEST_RUN.get(g.device.type, 512), flat.shape[1]
-    whole = entries - entries % run
-    if whole <= run:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=precise).square()
-    runs = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, run)), dim=2, dtype=precise).square().sum(1)
-    return runs if whole == entries else runs + torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=precise).square()
 
 
 def apply_weight(weight: Weight, g: Tensor) -> Tensor:
@@ -388,54 +308,6 @@ class Without(Piece):
 
     def zero(self, bad: Tensor) -> Piece:
         return Without(self.piece, self.bad | bad)
-
-
-def skips_zero_weights(*tensors: Tensor) -> bool:
-    """Whether `row_sum` takes the kernel that never reads a row of weight zero."""
-    return usable(*tensors) and all(t.dtype != torch.float64 for t in tensors)
-
-
-def row_sum(w: Tensor, g: Tensor) -> Tensor:
-    """Σ_i w_i g_i of a matrix [n, d], products and sums in float32 at least."""
-    if skips_zero_weights(w, g) and g.numel():
-        from erlangen.gradients.kernels.row_sum import row_sum as kernel
-
-        return kernel(w, g.contiguous())
-    if g.dtype == accumulate_dtype(g):
-        return _by_columns(w.to(g.dtype), g)
-    if g.is_cuda and g.dtype == torch.bfloat16 and _has_wide_product() and len(g):
-        return torch.mm(_three_parts(w), g, out_dtype=torch.float32).sum(0)
-    return w @ g.to(w.dtype)
-
-
-def _by_columns(w: Tensor, g: Tensor) -> Tensor:
-    """w @ g. A CPU's product of a vector and a matrix keeps to one thread: every thread gets columns of its own."""
-    blocks = min(torch.get_num_threads(), g.shape[1] // FEWEST_COLUMNS) if g.device.type == "cpu" else 1
-    if blocks < 2 or not len(g):
-        return w @ g
-    width = g.shape[1] // blocks
-    whole = g[:, : blocks * width].unflatten(1, (blocks, width)).transpose(0, 1)
-    total = torch.bmm(w.expand(blocks, 1, -1), whole).flatten()
-    return total if len(total) == g.shape[1] else torch.cat([total, w @ g[:, len(total) :]])
-
-
-def _three_parts(w: Tensor) -> Tensor:
-    """A float32 vector as the exact sum of three bfloat16 ones, [3, n]."""
-    parts, rest = [], w.float()
-    for _ in range(3):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    return torch.stack(parts)
-
-
-@functools.cache
-def _has_wide_product() -> bool:
-    """Whether this PyTorch multiplies bfloat16 matrices into a float32 result."""
-    try:
-        one = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
-        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
-    except (TypeError, RuntimeError, NotImplementedError):
-        return False
 
 
 def gram_is_cheaper(tokens: int, inputs: int, outputs: int, like: Tensor) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.bundle import Bundle
-from erlangen.gradients.pieces import Dense, Piece, Weight, exact_float32
+from erlangen.gradients.pieces import Dense, Piece, Weight
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rows import RowMap
 
 STRATEGIES = ("auto", "materialise", "norms-first")

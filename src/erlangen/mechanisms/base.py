@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients.pieces import Weight, accumulate_dtype
+from erlangen.gradients.pieces import Weight
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.clipping.base import ClippingRule
 from erlangen.mechanisms.noise import NoiseSource, StreamNoise

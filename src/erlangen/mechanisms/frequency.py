@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erlangen.gradients.pieces import Weight, accumulate_dtype
+from erlangen.gradients.pieces import Weight
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.mechanisms.geometry import Geometry
 
 ORDERS = ("filter-first", "clip-first")

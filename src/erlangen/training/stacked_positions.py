@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.circulant import blocks_for
-from erlangen.gradients.pieces import exact_float32
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rounding import additions, gram, hidden, outward
 from erlangen.training.stacked_rows import Filter, Formed, Rows
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.pieces import exact_float32
+from erlangen.gradients.precision import exact_float32
 from erlangen.mechanisms import (
     Diagonal,
     Direction,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_filters, usable
 from erlangen.gradients.kernels import stacked_rows as kernel
-from erlangen.gradients.pieces import exact_float32
+from erlangen.gradients.precision import exact_float32
 
 
 @dataclass(frozen=True)

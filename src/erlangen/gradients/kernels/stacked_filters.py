@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.gradients.kernels import HAS_TRITON
-from erlangen.gradients.pieces import accumulate_dtype, chunk_size, exact_float32, squared_norms
+from erlangen.gradients.pieces import chunk_size
+from erlangen.gradients.precision import accumulate_dtype, exact_float32
+from erlangen.gradients.sums import squared_norms
 
 #: entries of a group that one thread holds
 MOST = 64

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from erlangen.gradients.kernels import HAS_TRITON, power_of_two
-from erlangen.gradients.pieces import squared_norms
+from erlangen.gradients.sums import squared_norms
 
 
 def reference_energy(g: Tensor, metric: Tensor | None = None) -> Tensor:

@@ -18,13 +18,13 @@ from erlangen.gradients.pieces import (
     Dense,
     Piece,
     Weight,
-    accumulate_dtype,
     chunk_size,
     gram_is_cheaper,
     gram_norms,
     rescaled,
     unit_scale,
 )
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import weighed
 from erlangen.gradients.rules.unfolding import Unfolding, cheapest

@@ -28,16 +28,16 @@ from erlangen.gradients.pieces import (
     Dense,
     Piece,
     Weight,
-    accumulate_dtype,
     chunk_size,
     gram_is_cheaper,
     gram_norms,
     rescaled,
-    squared_norms,
     unit_scale,
 )
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding, tapped_convolution
+from erlangen.gradients.sums import squared_norms
 from erlangen.gradients.tape import Tape
 from erlangen.models.standardised import StandardisedConv2d, standardise
 

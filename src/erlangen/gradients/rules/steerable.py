@@ -35,10 +35,11 @@ from erlangen.gradients.joined import apply as joined
 from erlangen.gradients.kernels import usable
 from erlangen.gradients.kernels.conv2d import compute_dtype, conv2d, few_channels, windowed
 from erlangen.gradients.kernels.norm_act import NormAct
-from erlangen.gradients.pieces import Dense, Piece, Weight, row_sum, squared_norms
+from erlangen.gradients.pieces import Dense, Piece, Weight
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, Windows
 from erlangen.gradients.rules.norm import over_positions
+from erlangen.gradients.sums import row_sum, squared_norms
 from erlangen.gradients.tape import Tape
 
 

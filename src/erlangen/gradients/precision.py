@@ -1,0 +1,68 @@
+"""How precisely products and sums of gradients are taken: never in less than float32, whatever the user has asked for elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """No TF32 inside, and no bfloat16 for float32 on a CPU: products of ten bits or eight could lift a contribution above
+    its bound by one part in a thousand. Whichever way the user has asked for them is as it was afterwards."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before PyTorch 2.9
+        with _exact_as_of_old():
+            yield
+        return
+    knobs = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    before = [knob.fp32_precision for knob in knobs]
+    legacy = _legacy_precision()
+    try:
+        if legacy not in (None, "highest"):
+            torch.set_float32_matmul_precision("highest")
+        for knob in knobs:
+            knob.fp32_precision = "ieee"
+        yield
+    finally:
+        if legacy not in (None, "highest"):
+            torch.set_float32_matmul_precision(legacy)
+        for knob, value in zip(knobs, before, strict=True):
+            knob.fp32_precision = value
+
+
+def _legacy_precision() -> str | None:
+    """None where the user has set precisions backend by backend: PyTorch then refuses to give one answer."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+@contextlib.contextmanager
+def _exact_as_of_old() -> Iterator[None]:
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    torch.set_float32_matmul_precision("highest")
+    try:
+        if not torch.cuda.is_available():
+            yield
+            return
+        with cudnn.flags(
+            enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def accumulate_dtype(t: Tensor) -> torch.dtype:
+    """Norms and sums are never taken in less than float32."""
+    return _promoted(t.dtype)
+
+
+_promoted = functools.cache(functools.partial(torch.promote_types, torch.float32))
