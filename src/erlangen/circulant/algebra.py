@@ -64,6 +64,12 @@ def nearest(dense: Tensor, block: int) -> Tensor:
     return total / count.clamp(min=1).view(*count.shape, *[1] * (dense.ndim - 2))
 
 
+def shifts(block: int, device: torch.device) -> Tensor:
+    """(r + s) mod b, [r, s]: where the wrapped diagonals of a block lie."""
+    k = torch.arange(block, device=device)
+    return (k[:, None] + k[None, :]) % block
+
+
 def _diagonals(dense: Tensor, p: int, q: int, block: int) -> Tensor:
     """Sums over the wrapped diagonals of every block."""
     padded = dense.new_zeros(p * block, q * block, *dense.shape[2:])

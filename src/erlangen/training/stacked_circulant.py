@@ -14,16 +14,11 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from erlangen.circulant import CirculantConv2d, expand
+from erlangen.circulant.algebra import shifts
 from erlangen.gradients.kernels import stacked_circulant as kernel
 from erlangen.gradients.kernels import usable
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_rows import Taps
-
-
-def shifts(block: int, device: torch.device) -> Tensor:
-    """(r + s) mod b, [r, s]"""
-    k = torch.arange(block, device=device)
-    return (k[:, None] + k[None, :]) % block
 
 
 class StackedCirculantLinear(StackedLayer):

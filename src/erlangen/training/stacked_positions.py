@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.circulant import blocks_for
+from erlangen.circulant.algebra import blocks_for, shifts
 from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rounding import additions, gram, hidden, outward
 from erlangen.training.stacked_rows import Filter, Formed, Rows
@@ -46,7 +46,7 @@ class Blocks:
         """Of vectors v by place in a block, [N, b, T, n]: Σ_c ⟨v[c, t], v[(c + δ) mod b, s]⟩, [N, T, T, δ]."""
         b, count = self.size, places.shape[2]
         pairs = gram(places.flatten(1, 2)).view(-1, b, count, b, count).permute(0, 2, 4, 1, 3)  # [N, t, s, c, c']
-        return pairs.gather(4, _shifts(b, places.device).expand(pairs.shape)).sum(3)
+        return pairs.gather(4, shifts(b, places.device).expand(pairs.shape)).sum(3)
 
     def folded(self, kernel: Tensor) -> Tensor:
         """Sums [..., O, taps, C] of a dense gradient → those of the parameter, [..., O/b·C/b·b·taps]."""
@@ -55,14 +55,8 @@ class Blocks:
         whole = _padded(kernel, (0, q * b - inputs, 0, 0, 0, p * b - outputs))
         cells = whole.unflatten(-3, (p, b)).unflatten(-1, (q, b))  # [..., p, r, taps, q, c]
         cells = cells.movedim((-4, -1), (-2, -1))  # [..., p, taps, q, r, c]
-        met = cells.gather(-1, _shifts(b, kernel.device).expand(cells.shape)).sum(-2)  # [..., p, taps, q, s]
+        met = cells.gather(-1, shifts(b, kernel.device).expand(cells.shape)).sum(-2)  # [..., p, taps, q, s]
         return met.movedim(-3, -1).flatten(-4)
-
-
-def _shifts(block: int, device: torch.device) -> Tensor:
-    """(r + s) mod b, [r, s]"""
-    k = torch.arange(block, device=device)
-    return (k[:, None] + k[None, :]) % block
 
 
 class Positions(Rows):
