@@ -217,21 +217,24 @@ _add(
     + [Cell("the paper's 2160 steps, ε 8", tuned(8, 2160), 81.62)],
     "The paper's numbers beside it are those of its own network.", seeds=3, beside=True,
 )  # fmt: skip
-_TRIAL: dict[str, Any] = {"noise_multiplier": 5.0, "steps": 180}
+
+
+def _trial(views: int = 4, steps: int = 180, sigma: float = 5.0, **model: Any) -> TrainConfig:
+    return cifar(
+        8, "eq-resnet9-tuned", model_options={**GROUPS, **model}, noise_multiplier=sigma, steps=steps, views=views,
+        max_physical_batch=4224 // views,
+    )  # fmt: skip
+
+
 _add(
     "eq-tuned-trials", "our recipe, choices", "What the recipe's choices are worth: 180 steps at σ = 5 (ε = 1.95 by RDP)", CIFAR,
     [
-        Cell("as eq-tuned", cifar(8, "eq-resnet9-tuned", **_TRIAL)),
-        Cell("7 norm groups", cifar(8, "eq-resnet9-tuned", model_options={"norm_groups": 7}, **_TRIAL)),
-        Cell("rate 3", cifar(8, "eq-resnet9-tuned", lr=3.0, **_TRIAL)),
-        Cell(
-            "7 norm groups, rate 3", cifar(8, "eq-resnet9-tuned", lr=3.0, model_options={"norm_groups": 7}, **_TRIAL)
-        ),
-        Cell("pixels from −1 to 1", cifar(8, "eq-resnet9-tuned", model_options={"input_scale": 1.0}, **_TRIAL)),
-        Cell(
-            "7 norm groups, 8 views",
-            cifar(8, "eq-resnet9-tuned", views=8, max_physical_batch=528, model_options={"norm_groups": 7}, **_TRIAL),
-        ),
+        Cell("as eq-tuned", _trial()),
+        Cell("8 views", _trial(views=8)),
+        Cell("16 views", _trial(views=16)),
+        Cell("270 steps at σ = 6", _trial(steps=270, sigma=6.0)),
+        Cell("each field its own norm", _trial(norm_groups=None)),
+        Cell("pixels from −1 to 1", _trial(input_scale=1.0)),
     ],
     "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3, beside=True,
 )  # fmt: skip
