@@ -2,7 +2,8 @@
 
     python docs/img/make_cifar.py docs/results
 
-The folder holds cifar-d4.json and cifar-d4-eps2.json: runs with their configuration and every look at the test set.
+The folder holds cifar-d4.json, cifar-d4-eps2.json and cifar-d4-literal.json: runs with their configuration and every look
+at the test set.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return [*(run for cell in tables[0]["cells"].values() for run in cell), *tables[1]["runs"]]
 
 
-def final(axis: Any, found: list[dict[str, Any]]) -> None:
+def literal(folder: Path) -> tuple[list[float], list[float]]:
+    """ε (PLD) and test accuracy of the paper's own network."""
+    cells = json.loads((folder / "cifar-d4-literal.json").read_text())["cells"]
+    found = [run for cell in cells.values() for run in cell]
+    return [run["epsilon"]["pld"] for run in found], [100 * run["metrics"][-1]["test_accuracy"] for run in found]
+
+
+def final(axis: Any, found: list[dict[str, Any]], theirs: tuple[list[float], list[float]]) -> None:
     axis.plot(list(PAPER), list(PAPER.values()), "o--", color="gray", label="paper (its ε is RDP's)", markersize=4)
     last: dict[tuple[float, int], list[float]] = {}
     for run in found:
@@ -40,6 +48,7 @@ def final(axis: Any, found: list[dict[str, Any]]) -> None:
     for (epsilon, steps), values in last.items():
         mark = "." if steps <= 135 * epsilon else "x"
         axis.plot([epsilon] * len(values), values, mark, color="black", label="2,160 steps" if mark == "x" else None)
+    axis.plot(*theirs, "+", color="tab:red", label="the paper's network, our run")
     axis.set_xlabel("ε (PLD), δ = 1e-5")
     axis.set_ylabel("test accuracy, %")
     axis.legend(frameon=False, loc="lower right")
@@ -65,7 +74,7 @@ def on_the_way(axis: Any, found: list[dict[str, Any]]) -> None:
 def main() -> None:
     found = runs(Path(sys.argv[1]))
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    final(left, found)
+    final(left, found, literal(Path(sys.argv[1])))
     on_the_way(right, found)
     for axis in (left, right):
         axis.grid(alpha=0.3)

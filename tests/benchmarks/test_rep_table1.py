@@ -49,7 +49,7 @@ def test_every_mechanism_is_tuned_alike_and_measured_at_what_was_best(start, tmp
         assert {r["lr"] for r in found["runs"] if r["mechanism"] == m} == {best["lr"]}
     cells = [(r["sigma"], r["seed"], r["mechanism"]) for r in found["runs"]]
     assert sorted(cells) == sorted((s, k, m) for s, k in ((1.0, 0), (1.0, 1), (0.8, 0)) for m in bench.ORDER)
-    assert found["table"] == bench.table(found["runs"])
+    assert found["table"] == bench.table(found["runs"], bench.PAPER)
     assert found["tuning"][0]["epsilon"]["pld"] < found["runs"][0]["epsilon"]["pld"], "fewer steps cost less"
     before = (tmp_path / "table.json").read_text()
     capsys.readouterr()
@@ -104,7 +104,8 @@ def test_differences_are_paired_by_seed():
     runs = [
         {"mechanism": m, "sigma": 1.0, "seed": s, "epsilon": None, "test_accuracy": a} for (m, s), a in accuracy.items()
     ]
-    (row,) = bench.table(runs)
-    assert row["rep-iso"]["mean"] == pytest.approx(10)
-    assert row["rep-iso"]["half_width_95"] == pytest.approx(0, abs=1e-9)
+    runs[0]["test_accuracy"] = 0.48  # differences of 8 and 10: Student's quantile with one degree of freedom is 12.706
+    (row,) = bench.table(runs, {})
+    assert row["rep-iso"] == {"mean": pytest.approx(9), "half_width_95": pytest.approx(12.706, rel=1e-3), "pairs": 2}
+    assert row["cells"]["iso"]["paper"] is None
     assert row["cells"]["iso"]["seeds"] == 3

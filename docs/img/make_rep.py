@@ -1,0 +1,68 @@
+"""Draw accuracy against ε of ISO, SHUFFLE and REP on rotated MNIST and Fashion-MNIST, and what REP gains, from measured runs.
+
+    python docs/img/make_rep.py docs/results
+
+The folder holds rep-table1.json and rep-fashion.json, as benchmarks/rep_table1.py writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"iso": "black", "shuffle": "tab:gray", "rep": "tab:blue"}
+TITLES = {"rep-table1.json": "rotated MNIST", "rep-fashion.json": "rotated Fashion-MNIST"}
+
+
+def accuracy(axis: Any, table: list[dict[str, Any]]) -> None:
+    epsilons = [row["epsilon"]["pld"] for row in table]
+    for name, colour in COLOURS.items():
+        cells = [row["cells"][name] for row in table]
+        axis.errorbar(
+            epsilons, [c["mean"] for c in cells], [c["error"] for c in cells], fmt=".-", color=colour, capsize=2,
+            label=name.upper(),
+        )  # fmt: skip
+    axis.set_ylabel("test accuracy, %")
+    axis.legend(frameon=False, loc="lower right")
+
+
+def gain(axis: Any, table: list[dict[str, Any]]) -> None:
+    gaps = [row["rep-iso"] for row in table]
+    epsilons = [row["epsilon"]["pld"] for row in table]
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.errorbar(
+        epsilons, [g["mean"] for g in gaps], [g["half_width_95"] for g in gaps], fmt="o", color=COLOURS["rep"], capsize=3
+    )
+    for epsilon, gap in zip(epsilons, gaps, strict=True):
+        axis.annotate(f"n={gap['pairs']}", (epsilon, -3.8), ha="center", fontsize=7, color="gray")
+    axis.set_ylim(-4, 2)
+    axis.set_ylabel("REP − ISO, points (95 %)")
+    axis.set_xlabel("ε (PLD), δ = 1e-5")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True, height_ratios=[3, 2], layout="constrained")
+    for column, (name, title) in enumerate(TITLES.items()):
+        table = json.loads((folder / name).read_text())["table"]
+        accuracy(axes[0, column], table)
+        gain(axes[1, column], table)
+        axes[0, column].set_title(title)
+        axes[1, column].set_xscale("log")
+        axes[1, column].set_xlim(0.37, 3.6)
+        axes[1, column].set_xticks([0.5, 1, 2, 3], ["0.5", "1", "2", "3"])
+        axes[1, column].minorticks_off()
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(Path(__file__).parent / "rep.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
