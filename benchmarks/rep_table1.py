@@ -1,7 +1,9 @@
-"""ISO, SHUFFLE and REP on rotated MNIST at five noise levels, many seeds at once (REP paper, Table 1 and Figures 1, 2).
+r"""ISO, SHUFFLE and REP on rotated MNIST at five noise levels, many seeds at once (REP paper, Table 1 and Figures 1, 2).
 
     python benchmarks/rep_table1.py --data FOLDER --out table1.json --tune --budget 1100
     python benchmarks/rep_table1.py --data FOLDER --out table1.json --tune --budget 1100 --resume     # goes on
+    python benchmarks/rep_table1.py --data FOLDER --out metrics.json --tune --sigmas 1.0 \
+        --mechanisms iso,shuffle,rep,rep:paper,rep:escnn:0.5          # metrics beside each other, with their powers
 
 FOLDER holds mnist.npz (or fashion_mnist.npz). Learning rate and clipping bound are tuned on a split of the *training*
 set, with the same grid for every mechanism, at one noise level; then every cell is trained on all of it and the test
@@ -53,7 +55,7 @@ def arguments() -> argparse.Namespace:
     add("--data", required=True, help="folder with mnist.npz")
     add("--dataset", default="rotated_mnist")
     add("--sigmas", type=numbers, default=[1.0, 1.2, 0.8, 1.4, 0.6], help="in the order in which they are run")
-    add("--mechanisms", default="iso,shuffle,rep")
+    add("--mechanisms", default="iso,shuffle,rep", help="a metric and a power may follow: rep:paper, rep:escnn:0.5")
     add("--seeds", type=int, default=5)
     add("--many-seeds", type=int, default=20, help="at the noise levels of --many")
     add("--many", type=numbers, default=[1.0, 1.2])
@@ -138,13 +140,14 @@ class Table1(Bench[Cell]):
 
     def config(self, cell: Cell) -> TrainConfig:
         o = self.options
-        facts: dict[str, Any] = {} if cell.mechanism == "iso" else {"metric": o.metric, "power": o.power}
-        if cell.mechanism == "shuffle":
+        name, metric, power = (*cell.mechanism.split(":"), "", "")[:3]
+        facts: dict[str, Any] = {} if name == "iso" else {"metric": metric or o.metric, "power": float(power or o.power)}
+        if name == "shuffle":
             facts["seed"] = cell.seed
         counts = tuple(int(n) for n in o.fields.split(","))
         return TrainConfig(
             data=o.dataset, model="c8-cnn", model_options={"field_counts": counts, "head_pool": o.head_pool},
-            mechanism=cell.mechanism, mechanism_options=facts, max_grad_norm=cell.clip, epsilon=None,
+            mechanism=name, mechanism_options=facts, max_grad_norm=cell.clip, epsilon=None,
             noise_multiplier=cell.sigma, delta=1e-5, batch=o.batch, steps=cell.steps, lr=cell.lr, momentum=o.momentum,
             ema=o.ema, schedule=o.schedule, seed=cell.seed, device=o.device,
         )  # fmt: skip
@@ -235,26 +238,28 @@ class Table1(Bench[Cell]):
 
 
 def table(runs: list[Row], paper: Mapping[float, Sequence[float]]) -> list[Row]:
-    """Mean ± standard error per cell; REP − ISO and REP − SHUFFLE over common seeds with Student's 95 % intervals."""
+    """Mean ± standard error per cell; what every REP is better than ISO and SHUFFLE by, over common seeds, with Student's
+    95 % intervals."""
+    found = dict.fromkeys(r["mechanism"] for r in runs)
+    names = [*(m for m in ORDER if m in found), *(m for m in found if m not in ORDER)]
     rows = []
     for sigma in sorted({r["sigma"] for r in runs}, reverse=True):
         here = [r for r in runs if r["sigma"] == sigma]
-        accuracy = {m: {r["seed"]: 100 * r["test_accuracy"] for r in here if r["mechanism"] == m} for m in ORDER}
+        accuracy = {m: {r["seed"]: 100 * r["test_accuracy"] for r in here if r["mechanism"] == m} for m in names}
+        published = dict(zip(ORDER, paper.get(sigma, ()), strict=False))
         row: Row = {"sigma": sigma, "epsilon": here[0]["epsilon"], "cells": {}}
-        for k, m in enumerate(ORDER):
-            values = list(accuracy[m].values())
+        for m, values in accuracy.items():
             if values:
-                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                error = statistics.stdev(values.values()) / math.sqrt(len(values)) if len(values) > 1 else None
                 row["cells"][m] = {
-                    "mean": statistics.fmean(values), "error": error, "seeds": len(values),
-                    "paper": paper[sigma][k] if sigma in paper else None,
+                    "mean": statistics.fmean(values.values()), "error": error, "seeds": len(values), "paper": published.get(m),
                 }  # fmt: skip
-        for other in ("iso", "shuffle"):
-            common = sorted(set(accuracy["rep"]) & set(accuracy[other]))
-            gaps = [accuracy["rep"][s] - accuracy[other][s] for s in common]
+        for ours, other in itertools.product((m for m in names if m.startswith("rep")), ("iso", "shuffle")):
+            theirs = accuracy.get(other, {})
+            gaps = [accuracy[ours][s] - theirs[s] for s in accuracy[ours] if s in theirs]
             if len(gaps) > 1:
                 half = float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
-                row[f"rep-{other}"] = {"mean": statistics.fmean(gaps), "half_width_95": half, "pairs": len(gaps)}
+                row[f"{ours}-{other}"] = {"mean": statistics.fmean(gaps), "half_width_95": half, "pairs": len(gaps)}
         rows.append(row)
     return rows
 
@@ -265,9 +270,10 @@ def show(rows: list[Row]) -> None:
         for m, c in row["cells"].items():
             published = "" if c["paper"] is None else f"; paper {c['paper']}"
             cells.append(f"{m} {c['mean']:.2f} ± {c['error'] or 0:.2f} ({c['seeds']} seeds{published})")
-        gap = row.get("rep-iso")
-        paired = f"   REP − ISO {gap['mean']:+.2f} ± {gap['half_width_95']:.2f}" if gap else ""
-        print(f"σ = {row['sigma']}: " + "   ".join(cells) + paired)
+        for m in row["cells"]:
+            if gap := row.get(f"{m}-iso"):
+                cells.append(f"{m} − iso {gap['mean']:+.2f} ± {gap['half_width_95']:.2f}")
+        print(f"σ = {row['sigma']}: " + "   ".join(cells))
 
 
 if __name__ == "__main__":

@@ -109,3 +109,21 @@ def test_differences_are_paired_by_seed():
     assert row["rep-iso"] == {"mean": pytest.approx(9), "half_width_95": pytest.approx(12.706, rel=1e-3), "pairs": 2}
     assert row["cells"]["iso"]["paper"] is None
     assert row["cells"]["iso"]["seeds"] == 3
+
+
+def test_metrics_and_powers_stand_beside_each_other(start, tmp_path, capsys):
+    named = "iso,rep,rep:paper,rep:escnn:0.5"
+    table = start(mechanisms=named, sigmas="1.0", members=4)
+    asked = [table.config(bench.Cell(m, 1.0, 0, 0.1, 0.3, 2)) for m in named.split(",")]
+    assert [(c.mechanism, c.mechanism_options) for c in asked] == [
+        ("iso", {}), ("rep", {"metric": "escnn", "power": 1.0}), ("rep", {"metric": "paper", "power": 1.0}),
+        ("rep", {"metric": "escnn", "power": 0.5}),
+    ]  # fmt: skip
+    table.main()
+    (row,) = content(tmp_path)["table"]
+    assert list(row["cells"]) == named.split(",")
+    assert {"rep-iso", "rep:paper-iso", "rep:escnn:0.5-iso"} <= set(row)
+    assert "rep-shuffle" not in row
+    assert row["cells"]["rep"]["paper"] == 72.1
+    assert row["cells"]["rep:paper"]["paper"] is None
+    assert "rep:paper − iso" in capsys.readouterr().out
