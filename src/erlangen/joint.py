@@ -69,7 +69,8 @@ def alike(training: PrivateTraining) -> Callable[[], None]:
     """Collective: what each worker clipped at, and which draw of which expected size its records are a part of. The result
     raises on the first worker if they are not all the same: before the noise, which is made for its own bound and its own
     rate alone. Parts of two draws may hold the same record twice."""
-    bound = getattr(training.mechanism, "clipped_at", None) or training.mechanism.sensitivity
+    mechanism = training.mechanism
+    bound = getattr(mechanism, "clipped_at", None) or getattr(mechanism, "clipping", mechanism).sensitivity
     own = torch.tensor([bound, training.drawn, training.draw], dtype=torch.float64)
     count, total, squares = training.workers.add_up([torch.ones(1, dtype=torch.float64), own, own.square()])
 

@@ -27,7 +27,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from erlangen.accounting import gaussian
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.lipschitz import precision as precisions
-from erlangen.lipschitz.backward_clip import AdaptiveBackwardClip
+from erlangen.lipschitz.backward_clip import AdaptiveBackwardClip, BackwardClip
 from erlangen.lipschitz.base import ROUNDOFF
 from erlangen.lipschitz.bounds import Sensitivities, backpropagate_bounds, output, require_network
 from erlangen.lipschitz.losses import loss_constant, make_loss
@@ -66,7 +66,8 @@ class Clipless(Mechanism):
             raise ValueError(f"precision is {precision!r}; choose auto, {', '.join(ROUNDOFF)}")
         self.loss = make_loss(loss)
         self.projector = Projector(network, certify_every)
-        self.adaptive = [m for m in network.modules() if isinstance(m, AdaptiveBackwardClip)]
+        self.cutting = [m for m in network.modules() if isinstance(m, BackwardClip)]
+        self.adaptive = [m for m in self.cutting if isinstance(m, AdaptiveBackwardClip)]
         self.backstop_hits = 0
 
     # -- what it says ---------------------------------------------------------------------------------------------
@@ -110,10 +111,11 @@ class Clipless(Mechanism):
         return noise_split(self.bounds, self.gradient_multiplier(self.noise_multiplier), self.split)
 
     def noise_std(self, name: str) -> float:
+        self._follow()
         return self._stds[name]
 
     def covariance(self, name: str) -> Tensor:
-        return self._stds[name] ** 2 * torch.eye(self.shapes[name].numel(), dtype=torch.float64)
+        return self.noise_std(name) ** 2 * torch.eye(self.shapes[name].numel(), dtype=torch.float64)
 
     def event(self, noise_multiplier: float | None = None) -> DpEvent:
         return gaussian(self.noise_multiplier if noise_multiplier is None else noise_multiplier)
@@ -150,7 +152,8 @@ class Clipless(Mechanism):
         self._reset()
 
     def _settle(self) -> None:
-        """Bounds and noise; they move only with the thresholds of adaptive layers."""
+        """Bounds and noise for the σ and the thresholds of this moment."""
+        self._settled = self._moment()
         bounds = self.bounds
         sigma = self.gradient_multiplier(self.noise_multiplier)
         self._stds, self._delta = noise_split(bounds, sigma, self.split), dict(bounds)
@@ -163,7 +166,27 @@ class Clipless(Mechanism):
         #: the shapes of the released parts; they hold nothing
         self._templates = [torch.empty(shape, device="meta") for shape in self.shapes.values()]
 
+    def _moment(self) -> tuple[float, list[float]]:
+        """What may move between two steps: σ, and the thresholds on the way back."""
+        return self.noise_multiplier, [layer.bound for layer in self.cutting]
+
+    def _follow(self) -> None:
+        if self._settled != self._moment():
+            self._settle()
+
+    def _require_one_threshold(self) -> None:
+        """All parts of a logical batch are cut where its noise is made for."""
+        now = self._moment()[1]
+        if self._cut_at is not None and self._cut_at != now:
+            raise RuntimeError(
+                f"the thresholds of backward clips moved from {self._cut_at} to {now} between two parts of a logical batch, or "
+                "before its noise: change them between steps only"
+            )
+        self._cut_at = now
+
     def _reset(self) -> None:
+        #: the thresholds of the parts that the sum holds
+        self._cut_at: list[float] | None = None
         #: the sum of all parameters' gradients as one vector; None is zero
         self._sum: Tensor | None = None
         for layer in self.adaptive:
@@ -187,6 +210,7 @@ class Clipless(Mechanism):
         sums = gradients.sums if isinstance(gradients, SummedGradients) else self._cut(gradients)
         if not sums:
             return
+        self._require_one_threshold()
         dtype, parts = self._noise.dtype, [sums[name] for name in self.shapes]
         whole = _flatten_dense_tensors([g if g.dtype == dtype else g.to(dtype) for g in parts]).detach()
         self._sum = whole if self._sum is None else self._sum.add_(whole)
@@ -198,6 +222,7 @@ class Clipless(Mechanism):
         """Per-sample gradients, when there are any, cut at Δ_d: the backstop, and `release` on its own."""
         if not gradients.owners or not gradients.names:
             return {}
+        self._follow()
         squared = gradients.norms_squared()
         bad = ~torch.isfinite(torch.stack([s.double() for s in squared.values()]).sum(0))
         gradients, weights = gradients.without(bad), {}
@@ -217,8 +242,11 @@ class Clipless(Mechanism):
         self._sum, counts = add_up([self._total(), counts])
         for layer, total in zip(self.adaptive, counts.tolist(), strict=True):
             layer.total = total
+        self._cut_at = None  # workers that hold nothing any more may learn other thresholds
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        self._require_one_threshold()
+        self._follow()
         self.noise.next_release()
         whole = self.noise.perturb(self._total(), self._noise) / expected_batch
         released = dict(zip(self.shapes, _unflatten_dense_tensors(whole, self._templates), strict=True))
@@ -226,8 +254,7 @@ class Clipless(Mechanism):
             count = torch.tensor([layer.total], dtype=torch.float64)
             std = layer.count_std if self.noise_multiplier > 0 else None
             layer.update(float(count if std is None else self.noise.perturb(count, std)), expected_batch)
-        if self.adaptive:
-            self._settle()
+        self._follow()
         self._reset()
         return released
 
@@ -244,6 +271,7 @@ class Clipless(Mechanism):
             self._settle()
 
     def describe(self) -> dict[str, Any]:
+        self._follow()
         return {
             **super().describe(),
             "split": self.split,

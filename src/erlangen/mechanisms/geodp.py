@@ -128,11 +128,24 @@ class Direction(Mechanism):
     def _reset(self) -> None:
         self._sum = self._zeros()
         self._magnitude: Tensor | float = 0.0
+        #: the bound of the magnitudes that the sum holds
+        self.clipped_at: float | None = None
+
+    def _require_one_bound(self) -> None:
+        """All parts of a logical batch report magnitudes below the bound for which the noise is made."""
+        now = self.clipping.bound
+        if self.clipped_at is not None and self.clipped_at != now:
+            raise RuntimeError(
+                f"the clipping bound moved from {self.clipped_at:g} to {now:g} between two parts of a logical batch, or before "
+                "its noise: change it between steps only"
+            )
+        self.clipped_at = now
 
     @torch.no_grad()
     def accumulate(self, gradients: PerSampleGradients) -> None:
         if not gradients.owners or not gradients.names:
             return
+        self._require_one_bound()
         gradients, norms = finite(gradients, gradients.norms_squared(self.metric), [gradients.names])
         magnitudes = self.clipping.weights(norms)[0].nan_to_num(0.0, 0.0, 0.0) * norms[0]
         has_direction = norms[0] > SHORTEST
@@ -153,6 +166,7 @@ class Direction(Mechanism):
         magnitude = torch.as_tensor(self._magnitude, dtype=torch.float64, device=like.device).reshape(1)
         *sums, magnitude = add_up([*self._sum.values(), magnitude])
         self._sum, self._magnitude = dict(zip(self._sum, sums, strict=True)), magnitude[0]
+        self.clipped_at = None  # workers that hold nothing any more may learn another bound
 
     def pending(self) -> tuple[dict[str, Tensor], float]:
         """The two sums so far, without noise: for sensitivity audits only."""
@@ -171,6 +185,7 @@ class Direction(Mechanism):
 
     def query(self) -> tuple[dict[str, Tensor], float]:
         """Both sums with their noise: all that is ever released. The magnitude is clamped at 0 (post-processing)."""
+        self._require_one_bound()
         self.noise.next_release()
         u = {name: self.noise.perturb(total, self.direction_std) for name, total in self._sum.items()}
         m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()
@@ -290,6 +305,7 @@ class Angles(Direction):
         (self._angles,) = add_up([self._angles])
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        self._require_one_bound()
         self.noise.next_release()
         angles = self.noise.perturb(self._angles, self.direction_std * self.angle_sensitivity)
         m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()

@@ -48,21 +48,24 @@ class Layerwise(GaussianMechanism):
         if isinstance(self.clipping, PerLayer) and self.clipping.grouping is None:
             self.clipping = PerLayer(self.clipping.bounds or self.clipping.bound, groups="layers")
         self._layers = 1
-        self._bound: dict[str, float] = {}
+        #: which group of the clipping rule each parameter belongs to
+        self._layer: dict[str, int] = {}
 
     def bind(self, parameters: Mapping[str, Tensor], expected_batch: float = 1.0) -> None:
         groups = self.clipping.groups(list(parameters))
         if isinstance(self.clipping, PerLayer) and self.clipping.bounds is None:
             self.clipping = PerLayer([self.clipping.bound] * len(groups), self.clipping.grouping)
         super().bind(parameters, expected_batch)
-        each = self.clipping.bounds if isinstance(self.clipping, PerLayer) else [self.clipping.bound]
-        assert each is not None
         self._layers = len(groups)
-        self._bound = {name: bound for bound, group in zip(each, groups, strict=True) for name in group}
+        self._layer = {name: k for k, group in enumerate(groups) for name in group}
+
+    def _bounds(self) -> list[float]:
+        """C_l at the C of this moment."""
+        return self.clipping.each(self._layers) if isinstance(self.clipping, PerLayer) else [self.clipping.bound]
 
     def layer_std(self, name: str) -> float:
         """σ·C_l"""
-        return self.noise_multiplier * self._bound[name]
+        return self.noise_multiplier * self._bounds()[self._layer[name]]
 
     def noise_std(self, name: str) -> Tensor | float:
         energy = self.geometry.energy(name, self._like[name])
@@ -79,6 +82,7 @@ class Layerwise(GaussianMechanism):
         return gaussian(sigma * self.factor / math.sqrt(self._layers))
 
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
+        self._require_one_bound()
         self.noise.next_release()
         released = {name: self.noisy(name, total) / expected_batch for name, total in self._sum.items()}
         self._reset()
@@ -100,7 +104,7 @@ class Layerwise(GaussianMechanism):
 
     def _layer_stds(self) -> list[float]:
         """The different noise scales of the layers; that of one bound before the layers are known."""
-        return sorted({self.noise_multiplier * bound for bound in (self._bound.values() or (self.clipping.bound,))})
+        return sorted({self.noise_multiplier * bound for bound in (self._bounds() if self._layer else [self.clipping.bound])})
 
 
 class PublishedGReDP(Layerwise):

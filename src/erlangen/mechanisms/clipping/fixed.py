@@ -34,7 +34,8 @@ class PerLayer(ClippingRule):
     """Each group l has its own C_l, with Σ C_l² = C². One number C is shared equally: C_l = C/√L.
 
     ``groups="tensors"`` (the default) clips every parameter by itself; ``groups="layers"`` clips the weight and the bias
-    of one module together, as papers count layers. Both have sensitivity C.
+    of one module together, as papers count layers. Both have sensitivity C. Bounds that were given one by one keep their
+    proportions where C moves (a schedule, a state that is loaded).
     """
 
     def __init__(self, bound: float | Sequence[float], groups: str | None = None) -> None:
@@ -59,8 +60,15 @@ class PerLayer(ClippingRule):
             raise ValueError(f"max_grad_norm has {len(self.bounds)} bounds for {len(found)} {what}: {list(together)}")
         return found
 
+    def each(self, count: int) -> list[float]:
+        """C_l of ``count`` groups at the C of this moment."""
+        if self.bounds is None:
+            return [self.bound / math.sqrt(count)] * count
+        moved = self.bound / math.hypot(*self.bounds)
+        return [bound * moved for bound in self.bounds]
+
     def weights(self, norms: Tensor) -> Tensor:
-        each = self.bounds or [self.bound / math.sqrt(norms.shape[0])] * norms.shape[0]
+        each = self.each(norms.shape[0])
         bounds = torch.tensor(each, dtype=norms.dtype, device=norms.device)[:, None]
         return (bounds * self.safe_bound(norms, 1.0) / norms).clamp(max=1.0)
 
