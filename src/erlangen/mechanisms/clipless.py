@@ -69,6 +69,8 @@ class Clipless(Mechanism):
         self.cutting = [m for m in network.modules() if isinstance(m, BackwardClip)]
         self.adaptive = [m for m in self.cutting if isinstance(m, AdaptiveBackwardClip)]
         self.backstop_hits = 0
+        #: the thresholds of the parts that the sum holds
+        self._cut_at: list[float] | None = None
 
     # -- what it says ---------------------------------------------------------------------------------------------
 
@@ -185,8 +187,7 @@ class Clipless(Mechanism):
         self._cut_at = now
 
     def _reset(self) -> None:
-        #: the thresholds of the parts that the sum holds
-        self._cut_at: list[float] | None = None
+        self._cut_at = None
         #: the sum of all parameters' gradients as one vector; None is zero
         self._sum: Tensor | None = None
         for layer in self.adaptive:
