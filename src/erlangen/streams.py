@@ -34,6 +34,12 @@ class Stream:
         """The same stream for everybody who knows ``entropy``; a seed, where there is one, is shared already."""
         return replace(self, _entropy=entropy, _shared=True)
 
+    def renewed(self) -> Stream:
+        """A stream that has drawn nothing yet, for everybody who shares this one; itself where a seed says what is drawn."""
+        if self.seed is not None:
+            return self
+        return replace(self, _entropy=hashlib.sha256(f"renewed:{self._entropy}".encode()).hexdigest())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
         fixed = self.seed is not None or self._shared
         return self if fixed else replace(self, _entropy=secrets.token_hex(16))

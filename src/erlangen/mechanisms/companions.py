@@ -158,7 +158,7 @@ class ImportanceSampling:
             raise ValueError(f"floor is {floor}; the least share of max_rate must lie in (0, 1]")
         self.max_rate, self.bound, self.floor, self.secure = max_rate, bound, floor, secure
         self.unsound = NORMALISED if as_published else None
-        self._stream, self.step = Stream("importance", seed, run_id), 0
+        self._stream, self.step, self._drawn = Stream("importance", seed, run_id), 0, 0
 
     def event(self, release: DpEvent) -> DpEvent:
         """A release on such a batch."""
@@ -176,11 +176,14 @@ class ImportanceSampling:
         """(records, loss weights q_max/p_i) of the next batch; may be empty. Divide by q_max·N, as without IS."""
         p = self.probabilities(norms)
         top = 1 << 62
+        if self.step < self._drawn:  # set back: a batch that was drawn before is not drawn again
+            self._stream = self._stream.renewed()
         if self.secure:
             draws = secure_words(p.numel()) & (top - 1)
         else:
             draws = torch.randint(0, top, (p.numel(),), generator=self._stream.at(self.step))
         self.step += 1
+        self._drawn = self.step
         records = torch.nonzero(draws < torch.ceil(p * top).long()).flatten()
         return records, (self.max_rate / p)[records].to(norms.dtype)
 

@@ -73,7 +73,9 @@ class StreamNoise(NoiseSource):
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step = int(state["step"])
+        """Without a seed a run that is set back goes on with noise that was never drawn: on other weights the same noise
+        again would leave the difference of two gradients bare."""
+        self._step = int(state["step"]) if self.seeded else max(self._step, int(state["step"]))
 
 
 class SecureNoise(NoiseSource):

@@ -41,6 +41,8 @@ class Sampler(ABC):
             )
         self.units, self.expected_batch, self.secure = units, float(expected_batch), secure
         self.step = 0
+        #: steps below this one were drawn from the stream in hand
+        self._drawn = 0
         self._stream = Stream("sampling", seed, run_id)
         self._words: Callable[[int], Tensor] = secure_words
 
@@ -71,9 +73,13 @@ class Sampler(ABC):
         return other
 
     def draw(self) -> Tensor:
-        """The units of the next logical batch; may be empty."""
+        """The units of the next logical batch; may be empty. A run that was set back draws other batches than it did before,
+        unless it is seeded: each release is priced as one on a draw of its own."""
+        if self.step < self._drawn:
+            self._stream = self._stream.renewed()
         batch = self._draw(self.step)
         self.step += 1
+        self._drawn = self.step
         return batch
 
     @abstractmethod

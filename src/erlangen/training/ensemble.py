@@ -112,6 +112,7 @@ class Ensemble:
         with torch.no_grad():
             check_independence(model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
         self.mechanisms = [self._mechanism(config, model) for config in self.configs]
+        self._events = [self.sampler.event(mechanism.event()) for mechanism in self.mechanisms]  # what `family` releases
         self.releases = 0  # counted before they happen
         self.family = stacked_release(self.mechanisms, self.stack)
         self.rate = self.family.column([c.lr for c in self.configs])
@@ -188,8 +189,15 @@ class Ensemble:
         for start in range(0, wanted, CHUNK):
             self._run_chunk(min(CHUNK, wanted - start))
 
+    def _forget(self) -> None:
+        """Whatever a step that was broken off has added up: nothing of it is released."""
+        self.total.zero_()
+        self.family.forget()
+
     def _run_chunk(self, steps: int) -> None:
-        self.releases = self.step_count + steps
+        self.releases += steps  # a chunk that is broken off counts in full
+        self._forget()
+        self.steps_taken.fill_(self.step_count)
         if not self.seeded and self._process != os.getpid():  # a fork draws batches of its own, and so it must its noise
             self.generator, self._process = self._noise.at(0, self.device), os.getpid()
         table, passes = self.batches.draw(steps)
@@ -199,7 +207,7 @@ class Ensemble:
             for _ in range(count - 1):
                 part()
             whole()
-        self.step_count += steps
+            self.step_count += 1
 
     def _load(self, table: np.ndarray) -> None:
         """Indices of the chunk into a buffer that keeps its address, so that a captured graph finds them."""
@@ -285,7 +293,7 @@ class Ensemble:
     def accountant(self, member: int) -> Accountant:
         """The history of one member: as many Poisson-sampled releases of its mechanism as there were steps."""
         accountant = Accountant()
-        accountant.record(self.sampler.event(self.mechanisms[member].event()), self.releases)
+        accountant.record(self._events[member], self.releases)
         return accountant
 
     def epsilon(self, member: int, method: str = "pld") -> float:
@@ -300,6 +308,7 @@ class Ensemble:
         Without seeds the state of the noise stays here: whoever reads it could draw the noise again, and a resumed ensemble
         would hide other batches behind noise that was used before.
         """
+        self._forget()
         return {
             "step": self.step_count,
             "tensors": {n: getattr(self, n).clone() for n in ("velocity", "average", "steps_taken")},
@@ -318,7 +327,7 @@ class Ensemble:
             self.family.state[name].copy_(value)
         if self.seeded and state["noise"] is not None:
             self.generator.set_state(state["noise"].cpu())  # wherever a checkpoint was loaded to
-        self.releases = int(state["releases"])
+        self.releases = max(self.releases, int(state["releases"]))  # what was released since stays released
         self.batches.skip_to(self.step_count)
 
 

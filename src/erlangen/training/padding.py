@@ -81,6 +81,8 @@ class PaddedBatches:
             process = getattr(draw, "__self__", None)
             if not isinstance(process, PoissonProcess):
                 raise ValueError("draws given by the caller cannot be resumed; give the members their own samplers")
+            if step < process.step:  # set back: unless it is seeded, a batch that was drawn before is not drawn again
+                process.stream = process.stream.renewed()
             process.step, process._held = step, process._block(step // process.BLOCK)
 
 

@@ -81,6 +81,9 @@ class StackedRelease(ABC):
     def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
         return self.weights(norms)
 
+    def forget(self) -> None:
+        """What was added up besides ``total`` and not released yet."""
+
     @abstractmethod
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
         """The private mean gradients [E, d]; ``total`` may be overwritten."""
@@ -192,6 +195,9 @@ class StackedDirection(StackedRelease):
         reported = torch.minimum(self.weights(norms).nan_to_num(0.0, 0.0, 0.0) * norms, self.limit)
         self.state["magnitude"].add_(torch.where(drop, 0.0, reported).sum(1, keepdim=True))
         return torch.where(norms > SHORTEST, self.unit / norms, 0.0)
+
+    def forget(self) -> None:
+        self.state["magnitude"].zero_()
 
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
         u = total.addcmul_(self.noise(total, generator), self.direction_std)
