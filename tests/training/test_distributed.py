@@ -377,15 +377,15 @@ def test_a_ledger_that_cannot_be_written_stops_every_worker(tmp_path):
 
 def misconfigured(workers: Workers, folder: str) -> None:
     if workers.first:
-        distributed.train(dataclasses.replace(SMALL, model="no-such-model"), folder, say=lambda text: None)
+        distributed.train(dataclasses.replace(SMALL, model_options={"no_such_option": 1}), folder, say=lambda text: None)
     distributed.follow(workers)
 
 
 def test_a_run_that_cannot_begin_is_refused_everywhere(tmp_path):
     first, second = together(2, misconfigured, str(tmp_path / "a"), failing=True)
-    assert "no-such-model" in str(first)
+    assert "no_such_option" in str(first)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "precious").write_text("x")
+    (tmp_path / "b" / "ledger.jsonl").write_text("x")
     first, second = together(2, misconfigured, str(tmp_path / "b"), failing=True)
     assert isinstance(first, ConfigError)
     assert "holds a run already" in str(second), "the other worker says why, too"

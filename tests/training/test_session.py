@@ -58,6 +58,33 @@ def test_a_run_leaves_a_folder(tmp_path):
         train(SMALL, tmp_path / "other", overwrite=True)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mechanism": "rap"}, {"model": "mpl"}, {"clipping": "flatt"}, {"batch": 10**6}, {"model_options": {"widht": 3}}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_options_that_cannot_be_cost_neither_the_old_run_nor_a_folder(tmp_path, wrong):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "ledger.jsonl").write_text("what was spent")
+    for place in ("old", "new"):
+        with pytest.raises((ConfigError, ValueError, TypeError)):
+            train(dataclasses.replace(SMALL, **wrong), tmp_path / place, overwrite=True)
+    assert (tmp_path / "old" / "ledger.jsonl").read_text() == "what was spent"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"mechanism": "rap"}, {"model": "mpl"}, {"clipping": "flatt"}], ids=str)
+def test_unknown_names_and_taken_folders_are_refused_before_the_records_are_read(tmp_path, wrong):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "ledger.jsonl").write_text("x")
+    away = dataclasses.replace(SMALL, data=str(tmp_path / "nothing here"))
+    ((option, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{option} is '{value}'; choose one of"):
+        train(dataclasses.replace(away, **wrong))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(away, tmp_path / "taken")
+
+
 def test_equal_seeds_equal_weights_and_other_runs_other_noise():
     make = lambda run_id="", **k: Session(dataclasses.replace(SMALL, **k), run_id=run_id)  # noqa: E731
     a, b, c, d = make(), make(), make(seed=1), make(run_id="other")

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import typer
@@ -139,7 +140,8 @@ def _certificate_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     if not (path / "certificate.json").exists():
-        cure = f"go on with: erlangen train --resume {path}" if (path / "config.json").exists() else "name a finished run"
+        go_on = f"go on with: erlangen train --resume {quote(str(path))}"
+        cure = go_on if (path / "config.json").exists() else "name a finished run"
         raise Misuse(f"{path} holds no certificate.json, which a run leaves at its end; {cure}")
     return path / "certificate.json"
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -276,4 +277,5 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo(f"Ledger         was damaged and repaired: {note}")
     if folder is not None:
         typer.echo(f"Run            {folder} (certificate.json, certificate.md, weights.safetensors)")
-        typer.echo(f"Next           erlangen predict {folder} IMAGE…, erlangen export {folder}, erlangen report {folder}")
+        place = quote(str(folder))
+        typer.echo(f"Next           erlangen predict {place} IMAGE…, erlangen export {place}, erlangen report {place}")

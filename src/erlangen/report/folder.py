@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -110,7 +111,7 @@ def read(folder: Path) -> Run:
     if not (folder / "summary.json").is_file():
         raise ReportError(
             f"the run in {folder} has not finished: `erlangen ui {folder.parent}` follows one that is running, "
-            f"`erlangen train --resume {folder}` goes on with one that was stopped"
+            f"`erlangen train --resume {quote(str(folder))}` goes on with one that was stopped"
         )
     config = TrainConfig.from_file(folder / "config.json")
     summary = _json(folder / "summary.json")

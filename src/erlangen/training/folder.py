@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,18 +72,26 @@ def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
         )
 
 
-def open_folder(out: str | Path, overwrite: bool) -> Path:
-    """An empty folder for a run; one that holds something is refused, or with ``overwrite`` replaced if it is a run."""
+def require_free(out: str | Path, overwrite: bool) -> Path:
+    """The place of a new run, not touched yet: nothing, an empty folder, or with ``overwrite`` a run."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out is {folder}, which is a file; give a folder")
     if folder.exists() and any(folder.iterdir()):
+        if not any((folder / name).exists() for name in ("config.json", "ledger.jsonl", "ledger.jsonl.copy")):
+            raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it; choose another --out")
         if not overwrite:
             raise ConfigError(
-                f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with --resume {folder}"
+                f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with "
+                f"--resume {quote(str(folder))}"
             )
-        if not any((folder / name).exists() for name in ("config.json", "ledger.jsonl", "ledger.jsonl.copy")):
-            raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it")
+    return folder
+
+
+def open_folder(out: str | Path, overwrite: bool) -> Path:
+    """An empty folder for a run; one that holds something is refused, or with ``overwrite`` replaced if it is a run."""
+    folder = require_free(out, overwrite)
+    if folder.exists() and any(folder.iterdir()):
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

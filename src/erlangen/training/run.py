@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from safetensors.torch import save as to_bytes
@@ -37,13 +38,14 @@ from erlangen.training.folder import (
     append_line,
     open_folder,
     remark_on,
+    require_free,
     require_its_releases,
     stream_id,
     write,
 )
 from erlangen.training.metrics import near_zero
 from erlangen.training.moments import is_checkpoint, is_evaluation, stop_requests
-from erlangen.training.session import Session, load_data
+from erlangen.training.session import Session, load_data, require_known
 from erlangen.training.summary import non_private, number, summarise
 from erlangen.workers import Workers
 
@@ -83,14 +85,17 @@ def train(
     ``dataset`` stands in for ``config.data`` (from `erlangen.data.from_torch`, say); to resume, hand it over again.
     ``workers`` is for `distributed.train`, which lets several processes share the work of this one.
     """
+    if out is not None:  # this and unknown names before the records are read, which can take minutes
+        require_free(out, overwrite)
+    require_known(config)
     config = replace(config, data=absolute(config.data) if dataset is None else dataset.name)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
     _remark_on_shards(config, workers, say)
     if out is None:
         return _run(Session(config, dataset, workers=workers), None, None, watch)
-    folder = open_folder(out, overwrite)
     session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
+    folder = open_folder(out, overwrite)  # only now: options that do not fit together must not cost the old run
     delta, units = session.config.delta or 0.0, session.units
     if delta * units.count > 1:
         say(f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright; give a smaller δ")
@@ -306,7 +311,7 @@ def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where
     assert config.delta is not None
     spent = epsilon(read_ledger(ledger.path).pairs(), config.delta)
     amount = f"ε = {spent:.4g}" if math.isfinite(spent) else "ε = ∞"
-    return f"{text}: {amount} at δ = {config.delta:.1e} is spent; go on with: erlangen train --resume {folder}"
+    return f"{text}: {amount} at δ = {config.delta:.1e} is spent; go on with: erlangen train --resume {quote(str(folder))}"
 
 
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:

@@ -34,9 +34,11 @@ from erlangen.mechanisms import (
     StreamNoise,
     make_clipping,
     make_mechanism,
+    mechanisms,
 )
+from erlangen.mechanisms.clipping import clipping_rules
 from erlangen.mechanisms.denoise import JamesStein
-from erlangen.models import make_model
+from erlangen.models import make_model, models
 from erlangen.private import PrivateTraining, refuse_module
 from erlangen.sampling import Units
 from erlangen.sampling.physical import static_rows
@@ -371,6 +373,14 @@ class Session:
         self.sampler.load_state_dict(state["sampler"])
         for name, part in self._companions().items():
             part.load_state_dict(state[name])
+
+
+def require_known(config: TrainConfig) -> None:
+    """Names that nothing answers to are refused here, before anything is read or computed."""
+    known = {"model": ["auto", *models()], "mechanism": sorted(mechanisms()), "clipping": sorted(clipping_rules())}
+    for option, names in known.items():
+        if getattr(config, option) not in names:
+            raise ConfigError(f"{option} is {getattr(config, option)!r}; choose one of {', '.join(names)}")
 
 
 def load_data(config: TrainConfig) -> Dataset:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,8 @@ def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.M
     """The trained model of a run folder, ready to predict."""
     if not (folder / "weights.safetensors").is_file():
         begun = (folder / "config.json").is_file()
-        cure = f"the run did not finish; go on with: erlangen train --resume {folder}" if begun else "name a run's folder"
+        go_on = f"the run did not finish; go on with: erlangen train --resume {quote(str(folder))}"
+        cure = go_on if begun else "name a run's folder"
         raise ConfigError(f"{folder} holds no trained model (weights.safetensors): {cure}")
     config = TrainConfig.from_file(folder / "config.json")
     model = make_model(config.model, input_shape, classes, **config.model_options)
