@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +17,25 @@ from erlangen import joint, sharded
 from erlangen.accounting import Accountant, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach, is_attached
-from erlangen.gradients.independence import check_independence, check_loss, known_problems
+from erlangen.gradients.independence import check_independence, check_loss, check_padding, known_problems
 from erlangen.gradients.pages import keep_pages
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
 from erlangen.sampling import PoissonSampler, PrivateLoader, Sampler, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
+from erlangen.sampling.records import refuse_repeats, refuse_sampler
 from erlangen.sampling.tickets import Pass, Tickets
 from erlangen.sampling.units import unit_labels
 from erlangen.workers import Workers
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+
+#: records whose shapes are looked at before training
+LOOKED_AT = 16
+_SERIAL = itertools.count()
 
 
 class PrivateTraining:
@@ -42,6 +49,7 @@ class PrivateTraining:
         self.module, self.optimizer = module, optimizer
         self.tape: Tape = mechanism.recorder(tape) if hasattr(mechanism, "recorder") else tape
         self.mechanism, self.sampler, self.accountant, self.denoiser = mechanism, sampler, accountant, denoiser
+        self._serial = mechanism.serves = next(_SERIAL)
         self.workers = Workers() if workers is None else workers
         joint.refuse_unmerged(mechanism, self.workers)
         self.loader: PrivateLoader
@@ -83,6 +91,7 @@ class PrivateTraining:
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
     def accumulate(self, gradients: PerSampleGradients) -> None:
         """Clip one physical batch and add it to the mechanism's sum."""
+        self._require_own_mechanism()
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for shown in self.watch:
                 shown(gradients)
@@ -111,6 +120,7 @@ class PrivateTraining:
 
     def noised(self) -> joint.Private:
         """Write the release down, add the noise, post-process. Of several workers only the first does this."""
+        self._require_own_mechanism()
         self.account()
         released = self.mechanism.finish(self.sampler.expected_batch)
         if self.denoiser is None and not hasattr(self.optimizer, "set_noise_variance"):
@@ -121,6 +131,14 @@ class PrivateTraining:
         if self.denoiser is not None:
             return joint.Private(self.denoiser(released, variances), None)
         return joint.Private(released, variances)
+
+    def _require_own_mechanism(self) -> None:
+        """One sum is one batch of one training: two that share a mechanism could release a record twice behind one noise."""
+        if self.mechanism.serves not in (None, self._serial):
+            raise RuntimeError(
+                f"the mechanism {self.mechanism.name!r} serves another training since: its sum would hold batches of both. Build a "
+                "mechanism for each training"
+            )
 
     def account(self) -> None:
         """Before anything of this release is used."""
@@ -282,12 +300,15 @@ def prepare(
     """Check everything, then install. Nothing is changed if anything is wrong."""
     wrapper, module, workers = module, joint.unwrapped(module), workers or Workers()
     refuse_iterable(data_loader)
+    refuse_sampler(data_loader)
     refuse_module(module)
     parameters = _trainable(module, optimizer)
     dataset: Any = data_loader.dataset
+    labels = unit_labels(dataset, unit)
+    refuse_repeats(dataset, labels)
     units = Units(
         len(dataset),
-        unit_labels(dataset, unit),
+        labels,
         unit if isinstance(unit, str) else "record" if unit is None else "group",
     )
     kind = PoissonSampler if poisson_sampling else ShuffledBatches
@@ -330,6 +351,7 @@ def prepare(
         not_checked("batches are not (inputs, …) tensors")
     if probe is not None and check:
         _check(module, probe, criterion, loss_reduction)
+        _check_padding(module, data_loader)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
@@ -420,6 +442,24 @@ def _check(module: nn.Module, probe: tuple[Tensor, Any], criterion: Any, reducti
     check_independence(module, (inputs,))
     if criterion is not None:
         check_loss(criterion, out if isinstance(out, Tensor) else torch.zeros(1), targets, reduction)
+
+
+def _check_padding(module: nn.Module, loader: DataLoader) -> None:
+    """Records of different shapes are padded to the longest of a batch: nobody's output may depend on the others' length."""
+    dataset: Any = loader.dataset
+    seen = min(LOOKED_AT, len(dataset))
+    rows = [dataset[k * len(dataset) // seen] for k in range(seen)]
+    device = next(module.parameters()).device
+    first = lambda batch: (batch[0] if isinstance(batch, (list, tuple)) else batch).to(device)  # noqa: E731
+    try:
+        sizes = [first(loader.collate_fn([row])).numel() for row in rows]
+        if len(set(sizes)) == 1:
+            return
+        short, long = rows[min(range(len(rows)), key=sizes.__getitem__)], rows[max(range(len(rows)), key=sizes.__getitem__)]
+        alone, beside = first(loader.collate_fn([short])), first(loader.collate_fn([short, long]))[:1]
+    except Exception:  # its own call will tell
+        return
+    check_padding(module, alone, beside)
 
 
 def not_checked(why: str) -> None:

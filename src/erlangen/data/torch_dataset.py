@@ -15,6 +15,7 @@ from erlangen.data.base import Dataset
 from erlangen.data.images import named
 from erlangen.data.options import DataOptions
 from erlangen.data.preprocessing import DataError
+from erlangen.sampling.records import refuse_repeats
 from erlangen.sampling.units import unit_labels
 
 
@@ -29,6 +30,8 @@ def from_torch(
     samples. A data set with random transforms is read once: use ``augment=`` of the training for augmentation. It must
     not compute anything over other records (a mean, say): nobody would account for that.
     """
+    labels = unit_labels(train, unit)
+    refuse_repeats(train, labels)
     x_train, y_train = _stacked(train, "train")
     arrays = {"x_train": x_train, "y_train": y_train}
     if test is not None:
@@ -36,7 +39,6 @@ def from_torch(
     names = class_names if class_names is not None else getattr(train, "classes", None)
     if names is not None and all(isinstance(n, str) for n in names):
         arrays["class_names"] = np.array(list(names), dtype=np.str_)
-    labels = unit_labels(train, unit)
     if labels is not None:
         arrays["unit"] = np.asarray(labels)
     return from_arrays(name, arrays, None if labels is None else "unit", DataOptions.of(options))

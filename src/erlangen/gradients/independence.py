@@ -19,6 +19,9 @@ from erlangen.gradients.tape import Tape
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
 
+#: PyTorch's own ignore_index, which nobody chose: no class of a whole record has this label, but pixels and tokens may
+UNUSED = -100
+
 _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
     "for each of them. If rows are sorted, flipped or shuffled inside the module, the guarantee does not hold."
@@ -188,6 +191,29 @@ def _more_rows(t: Tensor, rows: int) -> Tensor:
     )
 
 
+def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
+    """Raise if a record's output changes with the length to which the batch pads it. Both hold the record alone, [1, …]."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        with _untouched(module), torch.no_grad():
+            outs = [module(t) for t in (alone, beside)]
+    except Exception:  # of a module that takes more than the first part of a batch: its own call will tell
+        return
+    finally:
+        for m, training in modes.items():
+            m.training = training
+    if not all(isinstance(out, Tensor) for out in outs) or outs[0].ndim != outs[1].ndim:
+        return
+    common = tuple(slice(min(sizes)) for sizes in zip(*(out.shape for out in outs), strict=True))
+    if not _same([outs[0][common]], [outs[1][common]]):
+        raise MixesSamples(
+            "records have different lengths, and the output for one changes with the length to which its batch is padded: a long "
+            "record moves the gradients of all others. Pad to one fixed length in the data set, or let the module ignore padding "
+            "by itself; if your loop hands it a mask, check with that and pass check=False."
+        )
+
+
 def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, reduction: str) -> None:
     """Raise if a loss mixes samples, or if its reduction is not the one that was announced."""
     declared = getattr(criterion, "reduction", reduction)
@@ -215,6 +241,11 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
             ):
                 other = targets.clone()
                 other[1:] = label
+                variants.append(gradient(outputs, other))
+            ignored = getattr(criterion, "ignore_index", None)
+            if isinstance(ignored, int) and (ignored != UNUSED or targets.ndim > 1):
+                other = targets.clone()
+                other[1:] = ignored
                 variants.append(gradient(outputs, other))
     if not all(_same([own], [v]) for v in variants):
         raise MixesSamples(

@@ -39,6 +39,8 @@ class Mechanism(ABC):
     neighbouring: str = ADD_OR_REMOVE
     #: why there is no guarantee, for mechanisms that have none; `event` must then be non-private
     unsound: str | None = None
+    #: the serial number of the training that it works for, once it works for one
+    serves: int | None = None
 
     def __init__(self, noise_multiplier: float, noise: NoiseSource | None = None) -> None:
         if not (
