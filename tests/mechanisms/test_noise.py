@@ -55,6 +55,56 @@ def test_steps_whose_32_bit_seeds_collide_draw_different_noise():
     assert stats.kstest(z.numpy(), "norm").pvalue > 1e-4
 
 
+SHAPES = [(3, 5), (40,), (), (2, 3, 4, 4), (0, 7), (17,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_tensors_get_the_noise_of_one_after_the_other(dtype):
+    values = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
+    together, apart = StreamNoise(seed=3), StreamNoise(seed=3)
+    together.next_release()
+    apart.next_release()
+    for a, b in zip(together.perturb_all(values, 0.7), [apart.perturb(v, 0.7) for v in values], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_many_tensors_get_independent_noise_of_one_variance():
+    source = StreamNoise()
+    draws = []
+    for _ in range(4000):
+        source.next_release()
+        draws.append(torch.cat([t.flatten() for t in source.perturb_all([torch.zeros(2, 2), torch.zeros(3)], 1.5)]))
+    covariance = torch.cov(torch.stack(draws).double().T)
+    assert float((covariance - 2.25 * torch.eye(7)).abs().max()) < 6 * 2.25 / math.sqrt(4000)
+
+
+def test_noise_lies_in_memory_as_its_tensors_do():
+    values = [torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), torch.randn(6, 2).T, torch.zeros(3)]
+    source = StreamNoise(seed=0)
+    source.next_release()
+    noisy = source.perturb_all(values, 1e-9)
+    assert [t.stride() for t in noisy] == [v.stride() for v in values]
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(noisy, values, strict=True))
+    spread = torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    assert len(source.perturb_all([spread, spread], 1.0)[1].unique()) == spread.numel(), "an entry was noised twice, or not"
+
+
+def test_tensors_of_several_kinds_and_noise_of_ones_own_go_one_by_one():
+    class Louder(StreamNoise):
+        def perturb(self, value, std):
+            return super().perturb(value, 100 * std)
+
+    mixed = [torch.zeros(500), torch.zeros(500, dtype=torch.float64)]
+    for kind, values, least in ((StreamNoise, mixed, 0.8), (Louder, mixed[:1] * 2, 80.0)):
+        source = kind(seed=1)
+        source.next_release()
+        for noisy, value in zip(source.perturb_all(values, 1.0), values, strict=True):
+            assert noisy.dtype == value.dtype
+            assert float(noisy.std()) > least
+    with pytest.raises(RuntimeError, match="open a release first"):
+        StreamNoise(seed=1).perturb_all(mixed[:1], 1.0)
+
+
 def drawn_after_fork(source: StreamNoise, answers) -> None:
     source.next_release()
     answers.put(source.perturb(torch.zeros(4), 1.0).tolist())

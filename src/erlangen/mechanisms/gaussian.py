@@ -135,13 +135,12 @@ class GaussianMechanism(Mechanism):
     def finish(self, expected_batch: float) -> dict[str, Tensor]:
         self._require_one_bound()
         self.noise.next_release()
-        std, released = self.std, {}
-        for name, total in self._sum.items():
-            noisy = self.noise.perturb(self.geometry.forward(name, total), std)
-            released[name] = self.geometry.inverse(name, noisy) / expected_batch
+        noisy = self.noise.perturb_all([self.geometry.forward(name, total) for name, total in self._sum.items()], self.std)
+        released = [self.geometry.inverse(name, c) for name, c in zip(self._sum, noisy, strict=True)]
+        private = dict(zip(self._sum, torch._foreach_div(released, expected_batch), strict=True)) if released else {}
         self._adapt(expected_batch)
         self._reset()
-        return released
+        return private
 
     def _adapt(self, expected_batch: float) -> None:
         """Side queries are asked of empty batches too: then the answer is noise alone."""

@@ -187,7 +187,7 @@ class Direction(Mechanism):
         """Both sums with their noise: all that is ever released. The magnitude is clamped at 0 (post-processing)."""
         self._require_one_bound()
         self.noise.next_release()
-        u = {name: self.noise.perturb(total, self.direction_std) for name, total in self._sum.items()}
+        u = dict(zip(self._sum, self.noise.perturb_all(list(self._sum.values()), self.direction_std), strict=True))
         m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()
         return u, max(float(self.noise.perturb(m, self.magnitude_std)), 0.0)
 

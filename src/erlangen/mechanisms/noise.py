@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class NoiseSource(ABC):
     @abstractmethod
     def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
         """value + N(0, std²) on every coordinate."""
+
+    def perturb_all(self, values: Sequence[Tensor], std: float) -> list[Tensor]:
+        """Each of them perturbed, independently."""
+        return [self.perturb(value, std) for value in values]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -62,12 +66,33 @@ class StreamNoise(NoiseSource):
         self._generators = {}
 
     def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
+        noise = torch.empty_like(value).normal_(generator=self._generator(value.device))
+        return value + noise * std if isinstance(std, Tensor) else noise.mul_(std).add_(value)
+
+    @torch.no_grad()  # sums may carry a graph, which nothing after the noise follows
+    def perturb_all(self, values: Sequence[Tensor], std: float) -> list[Tensor]:
+        """In one pass over one buffer: a few launches, however many tensors there are. On a CPU contiguous tensors get the noise
+        that `perturb` would give them one by one."""
+        kinds = {(value.device, value.dtype) for value in values}
+        if len(kinds) != 1 or type(self).perturb is not StreamNoise.perturb:  # a subclass has a way of its own
+            return super().perturb_all(values, std)
+        ((device, dtype),) = kinds
+        noise = torch.empty(sum(value.numel() for value in values), device=device, dtype=dtype)
+        parts = noise.split([value.numel() for value in values])
+        for part in [noise] if noise.is_cuda else parts:
+            part.normal_(generator=self._generator(device))
+        noise.mul_(std)
+        laid = [_laid_out(part, value) for part, value in zip(parts, values, strict=True)]
+        torch._foreach_add_(laid, list(values))
+        return laid
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Of the release that is open."""
         if self._step < 0:
             raise RuntimeError("noise was asked for before next_release(): open a release first")
-        if value.device not in self._generators:
-            self._generators[value.device] = self._stream.at(self._step, value.device)
-        noise = torch.empty_like(value).normal_(generator=self._generators[value.device])
-        return value + noise * std if isinstance(std, Tensor) else noise.mul_(std).add_(value)
+        if device not in self._generators:
+            self._generators[device] = self._stream.at(self._step, device)
+        return self._generators[device]
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}
@@ -95,6 +120,14 @@ class SecureNoise(NoiseSource):
         exact = value.detach().to("cpu", torch.float64)
         noisy = torch.round(exact / step) * step + torch.round(secure_normal(value.shape) * spread / step) * step
         return torch.where(spread > 0, noisy, exact).to(value.device, value.dtype)
+
+
+def _laid_out(entries: Tensor, like: Tensor) -> Tensor:
+    """A vector of entries as a tensor of this shape, whose axes lie in memory in the order of ``like``'s."""
+    if like.is_contiguous():
+        return entries.view(like.shape)
+    stride = torch.empty_like(like, device="meta").stride()
+    return entries.as_strided(like.shape, stride, entries.storage_offset())
 
 
 def _power_of_two(x: Tensor) -> Tensor:
