@@ -54,10 +54,16 @@ def from_arrays(
     notes: list[str] = []
     owner = _unit(name, arrays, unit)
     x_train, y_train, owner, prep = _part(name, "train", arrays, owner, len(names), options, None, notes)
-    classes = int(y_train.max()) + 1
+    classes, public = int(y_train.max()) + 1, len(names)
     if x_test is not None:
         x_test, y_test, _, _ = _part(name, "test", arrays, None, len(names), options, prep, notes)
-        classes = max(classes, int(y_test.max(initial=0)) + 1)
+        public = max(public, int(y_test.max(initial=0)) + 1)
+        classes = max(classes, public)
+    if classes > public:
+        notes.append(
+            f"that there are {classes} classes is read off the private labels, where one record can change it; save class_names "
+            "with the arrays"
+        )
     if len(np.unique(y_train)) < 2:
         raise DataError(f"{name} has one class only; a classifier needs at least two")
     absent = sorted(set(range(max(classes, len(names)))) - set(y_train.tolist()))
@@ -65,7 +71,7 @@ def from_arrays(
         notes.append(f"no training image has label {', '.join(map(str, absent[:5]))}{' …' if len(absent) > 5 else ''}")
     return Dataset(
         name, x_train, y_train, x_test, y_test, max(classes, len(names)), owner, names, prep, tuple(notes),
-        digest_of(arrays["x_train"], arrays["y_train"]),
+        digest_of(arrays["x_train"], arrays["y_train"]), classes > public,
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ class Dataset:
     notes: tuple[str, ...] = ()
     #: fingerprint of the records as they were before any normalisation, if it is not that of ``x_train``
     source: str | None = None
+    #: whether nothing but private labels says how many classes there are: then one record can change their number
+    classes_from_labels: bool = False
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -53,6 +53,12 @@ from erlangen.workers import Workers
 Watcher = Callable[[Session, dict[str, Any]], None]
 
 
+CLASSES_FROM_LABELS = (
+    "the number of classes, which shows in the shape of the weights: it was read off the private labels, where one record can "
+    "change it"
+)
+
+
 class Interrupted(Exception):
     """The user stopped the run; it can be resumed."""
 
@@ -388,6 +394,7 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
+        "not_covered": [CLASSES_FROM_LABELS] if session.dataset.classes_from_labels else [],
         "audit": _audit_line(audited),
         "config": _without_places(config),
     })  # fmt: skip

@@ -75,6 +75,12 @@ class Session:
             if self.workers.first:  # `distributed.follow` makes the others' sessions of this
                 self.workers.decide(lambda: {"config": json.loads(config.to_json()), "run": run_id})
             self.workers.require_same({"data": dataset.fingerprint()})
+        if config.unit is not None and dataset.unit is None:
+            raise ConfigError(
+                f"unit is {config.unit!r}, but the data set {dataset.name!r} does not say whose each record is: each would be "
+                f"protected by itself, and the certificate would promise it to every {config.unit}. Hand over a data set with "
+                "units (from_torch(…, unit=…)), or leave unit out"
+            )
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
         #: made before the first step (the normalisation, if it was asked for); the ledger must have them first

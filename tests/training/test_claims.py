@@ -1,0 +1,59 @@
+"""A run promises no more than it keeps: whom it protects, and what private records decide beside the releases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from erlangen.data import from_torch
+from erlangen.data.arrays import from_arrays
+from erlangen.data.base import Dataset
+from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.run import train
+
+CONFIG = TrainConfig(epsilon=None, noise_multiplier=1.0, batch=8, steps=1, model="mlp", device="cpu")
+
+
+def arrays(largest: int = 2, **more: np.ndarray) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 40)
+    y[0] = largest
+    return {"x_train": rng.integers(0, 255, (40, 8, 8), dtype=np.uint8), "y_train": y, **more}
+
+
+def certified(dataset: Dataset, folder, **options) -> dict:
+    train(dataclasses.replace(CONFIG, **options), folder / "run", dataset=dataset, say=lambda text: None)
+    return json.loads((folder / "run" / "certificate.json").read_text())
+
+
+def test_a_unit_that_the_data_does_not_know_is_not_promised(tmp_path):
+    """The certificate of such a run named patients, and its units of privacy were single records."""
+    pairs = TensorDataset(torch.rand(12, 1, 8, 8), torch.arange(12) % 2)
+    with pytest.raises(ConfigError, match="'patient'"):
+        certified(from_torch(pairs), tmp_path, unit="patient")
+    found = certified(from_torch(pairs, unit=[k // 3 for k in range(12)]), tmp_path, unit="patient", batch=2)
+    assert (found["unit"], found["sampler"]["units"]) == ("patient", 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, True),
+        ({"class_names": np.array(["a", "b", "c"])}, False),
+        ({"x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.array([0, 2])}, False),
+        ({"x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.array([0, 1])}, True),
+    ],
+    ids=["labels", "names", "public", "public but fewer"],
+)
+def test_a_number_of_classes_that_one_record_decides_is_said(more, said, tmp_path):
+    """Without the record of class 2 the released weights have another shape: no noise hides that."""
+    dataset = from_arrays("own", arrays(**more))
+    assert dataset.classes_from_labels is said
+    assert any("private labels" in note for note in dataset.notes) is said
+    lines = certified(dataset, tmp_path)["not_covered"]
+    assert any("number of classes" in line for line in lines) is said
