@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from erlangen.training.metrics import calibration_error
 from erlangen.training.run import train
 from erlangen.training.session import Session
 from erlangen.training.summary import in_plain_words
+from tests.alone import alone
 
 SMALL = TrainConfig(model="mlp", steps=6, batch=64, seed=0, evaluations=2)
 
@@ -83,6 +86,28 @@ def test_unknown_names_and_taken_folders_are_refused_before_the_records_are_read
         train(dataclasses.replace(away, **wrong))
     with pytest.raises(ConfigError, match="holds a run already"):
         train(away, tmp_path / "taken")
+    with pytest.raises(ConfigError, match=r"ledger\.jsonl is a file; give a folder"):
+        train(away, tmp_path / "taken" / "ledger.jsonl" / "run")
+
+
+def without_permission() -> str:
+    away = dataclasses.replace(SMALL, data="nothing here")
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o555)
+        if os.getuid() == 0:  # who may write everywhere
+            os.setresuid(65534, 65534, 0)
+        try:
+            train(away, Path(place) / "run")
+        except ConfigError as error:
+            return str(error)
+        finally:
+            os.setresuid(*3 * [os.getresuid()[2]])
+            os.chmod(place, 0o755)
+    return ""
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_records_are_read():
+    assert "nothing may be written in" in alone(without_permission)
 
 
 def test_equal_seeds_equal_weights_and_other_runs_other_noise():

@@ -75,8 +75,12 @@ def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
 def require_free(out: str | Path, overwrite: bool) -> Path:
     """The place of a new run, not touched yet: nothing, an empty folder, or with ``overwrite`` a run."""
     folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"out is {folder}, which is a file; give a folder")
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        which = "which" if there == folder else f"but {there}"
+        raise ConfigError(f"out is {folder}, {which} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"out is {folder}, but nothing may be written in {there.absolute()}; choose another --out")
     if folder.exists() and any(folder.iterdir()):
         if not any((folder / name).exists() for name in ("config.json", "ledger.jsonl", "ledger.jsonl.copy")):
             raise ConfigError(f"{folder} is not empty and holds no run: refusing to overwrite it; choose another --out")
