@@ -57,6 +57,8 @@ def test_training_says_what_it_read_and_what_it_guarantees(place):
     assert 2.5 < certificate["guarantee"]["epsilon"]["pld"] <= 3.0
     assert [row["mechanism"] for row in certificate["releases"]] == ["pixel-mean-and-spread", "iso"]
     assert str(place) not in json.dumps(certificate)  # where the owner keeps the data is nobody's business
+    assert erlangen("report", "first", cwd=place).returncode == 0
+    assert str(place) not in (place / "first" / "report.html").read_text()
     verified = erlangen("verify", "first/certificate.json", cwd=place)
     assert verified.returncode == 0, verified.stderr
 

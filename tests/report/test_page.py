@@ -107,6 +107,18 @@ def test_embedded_json_cannot_end_its_element():
         embedded(float("nan"))
 
 
+def test_captions_speak_of_what_is_drawn(trained):
+    run = read(trained)
+    drawn = charts.training_curves(run)
+    assert "right axis" in drawn.caption
+    bare = [{k: v for k, v in row.items() if k != "test_accuracy"} for row in run.history]
+    drawn = charts.training_curves(dataclasses.replace(run, history=tuple(bare)))
+    assert "no accuracy to show" in drawn.caption
+    assert "right axis" not in drawn.caption
+    assert drawn.right is None
+    assert [s.name for s in drawn.series] == ["ε spent"]
+
+
 def test_non_private_curves_only_where_they_were_on_and_marked(trained, page):
     assert "NOT PRIVATE" not in "".join(Elements(page).text).split("Erlangen", 1)[1].split("window", 1)[0]
     run = read(trained)

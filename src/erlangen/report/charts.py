@@ -43,12 +43,15 @@ def training_curves(run: Run) -> Chart | None:
         + ([f"ε = {spent[-1]['epsilon']:.3g}"] if spent else ["no finite ε"])
     )
     used_axis = Axis("ε spent", span=None)
+    what = "The privacy spent so far; without a public test set there is no accuracy to show."
+    if scored:
+        also = ", and the privacy spent so far (dashed, right axis)" if spent else ""
+        what = f"Accuracy of the averaged weights on the public test set{also}."
     return Chart(
         "training",
         "Training",
-        "Accuracy of the averaged weights on the public test set, and the privacy spent so far (dashed, right axis). Nothing "
-        "here was computed from private records outside the mechanism.",
-        f"Test accuracy and ε against the training step; {ends}.",
+        f"{what} Nothing here was computed from private records outside the mechanism.",
+        f"By training step: {' and '.join(s.name for s in series)}; {ends}.",
         Axis("step"),
         ACCURACY if scored else used_axis,
         tuple(series),

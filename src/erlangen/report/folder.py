@@ -19,6 +19,7 @@ from torch import nn
 
 from erlangen.accounting import certificate, certificate_check
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.folder import without_places
 from erlangen.training.public import PublicPredictions
 
 #: options that do not make two runs different experiments
@@ -85,6 +86,11 @@ class Run:
     def non_private(self) -> list[str]:
         """Statistics of private records that were computed outside any mechanism in this run."""
         return [str(x) for x in self.summary.get("non_private") or []]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every option as it may be shown."""
+        return without_places(self.config)
 
     @cached_property
     def setting(self) -> str:

@@ -38,7 +38,7 @@ class Point:
 
 def method_names(runs: list[Run]) -> dict[int, str]:
     """For each run (by place) the options in which the runs differ as methods; the mechanism if in none."""
-    options = [json.loads(run.config.to_json()) for run in runs]
+    options = [run.options for run in runs]
     for o in options:
         o["mechanism_options"].pop("loss", None)  # a setting of Clipless that is tuned, as rates are
     differing = [key for key in METHOD if len({json.dumps(o[key], sort_keys=True) for o in options}) > 1]

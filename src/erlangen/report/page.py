@@ -119,7 +119,7 @@ def _run_page(run: Run, key: str, several: bool) -> RunPage:
     ]  # fmt: skip
     loss = _part(key, "not-private", "Not private", [lambda: charts.training_loss(run)], non_private=True)
     parts += [loss] if loss and loss.figures else []
-    options = tuple((name, _value(value)) for name, value in json.loads(run.config.to_json()).items())
+    options = tuple((name, _value(value)) for name, value in run.options.items())
     return RunPage(key, run, statement(run), tuple(p for p in parts if p is not None), options, _findings(run))
 
 

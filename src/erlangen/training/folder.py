@@ -104,6 +104,15 @@ def open_folder(out: str | Path, overwrite: bool) -> Path:
     return folder
 
 
+def without_places(config: TrainConfig) -> dict[str, Any]:
+    """The options as certificates and reports show them: not where the owner keeps the data."""
+    values: dict[str, Any] = json.loads(config.to_json())
+    table = values["data_options"].get("unit_csv")
+    if table is not None:
+        values["data_options"]["unit_csv"] = Path(table).name
+    return {**values, "data": Path(config.data).name}
+
+
 def write(path: Path, text: str) -> None:
     write_atomically(path, text.encode())
 

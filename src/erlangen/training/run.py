@@ -41,6 +41,7 @@ from erlangen.training.folder import (
     require_free,
     require_its_releases,
     stream_id,
+    without_places,
     write,
 )
 from erlangen.training.metrics import near_zero
@@ -396,18 +397,9 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "non_private": non_private(config),
         "not_covered": [CLASSES_FROM_LABELS] if session.dataset.classes_from_labels else [],
         "audit": _audit_line(audited),
-        "config": _without_places(config),
+        "config": without_places(config),
     })  # fmt: skip
     certificate.save(document, folder)
-
-
-def _without_places(config: TrainConfig) -> dict[str, Any]:
-    """The options as a certificate shows them: not where the owner keeps the data."""
-    values: dict[str, Any] = json.loads(config.to_json())
-    table = values["data_options"].get("unit_csv")
-    if table is not None:
-        values["data_options"]["unit_csv"] = Path(table).name
-    return {**values, "data": Path(config.data).name}
 
 
 def _audit_line(path: Path) -> str | None:
