@@ -103,6 +103,26 @@ def test_invalid_documents_are_refused(document):
         acc.from_json(document)
 
 
+def test_a_saved_history_does_not_take_releases_back():
+    """A run that is set back to a checkpoint has spent what it spent since: the releases of both branches count."""
+    step, other = acc.poisson(0.01, acc.gaussian(1.0)), acc.gaussian(20.0)
+    accountant = acc.Accountant()
+    accountant.record(step, 10)
+    early = accountant.state_dict()
+    accountant.record(step, 5)
+    accountant.record(other)
+    late = accountant.state_dict()
+    for state in (early, {**late, "history": late["history"][:1]}, {**late, "history": late["history"][::-1]}):
+        with pytest.raises(ValueError, match="stays spent"):
+            accountant.load_state_dict(state)
+    assert accountant.history == ((step, 15), (other, 1))
+    accountant.load_state_dict(late)
+    resumed = acc.Accountant()
+    resumed.record(step, 7)
+    resumed.load_state_dict(late)
+    assert resumed.history == accountant.history
+
+
 def test_accountant_merges_and_round_trips():
     accountant = acc.Accountant()
     step = acc.poisson(0.01, acc.gaussian(1.0))

@@ -210,6 +210,7 @@ def test_a_run_exports_to_source_that_stands_alone(trained, tmp_path):
     facts = json.loads((tmp_path / "plain" / "model.json").read_text())
     assert facts["classes"] == [str(k) for k in range(10)]
     assert facts["privacy"]["epsilon"]["pld"] < 2
+    assert (facts["privacy"]["randomness"], facts["privacy"]["non_private"]) == ("pseudo-random, unseeded", [])
     pixels = np.random.default_rng(0).uniform(0, 1, (2, 1, 8, 8)).astype(np.float32)
     np.save(tmp_path / "x.npy", pixels)
     code = (

@@ -14,7 +14,7 @@ from erlangen.data import from_torch
 from erlangen.data.arrays import from_arrays
 from erlangen.data.base import Dataset
 from erlangen.training.config import ConfigError, TrainConfig
-from erlangen.training.run import train
+from erlangen.training.run import resume, train
 
 CONFIG = TrainConfig(epsilon=None, noise_multiplier=1.0, batch=8, steps=1, model="mlp", device="cpu")
 
@@ -38,6 +38,17 @@ def test_a_unit_that_the_data_does_not_know_is_not_promised(tmp_path):
         certified(from_torch(pairs), tmp_path, unit="patient")
     found = certified(from_torch(pairs, unit=[k // 3 for k in range(12)]), tmp_path, unit="patient", batch=2)
     assert (found["unit"], found["sampler"]["units"]) == ("patient", 4)
+
+
+def test_a_run_does_not_go_on_with_records_that_changed_hands(tmp_path):
+    """The fingerprint is of pixels and labels: a patient whose record was given to another would be in two units."""
+    x, y, patients = torch.rand(12, 1, 8, 8), torch.arange(12) % 2, [k // 3 for k in range(12)]
+    same, moved = (from_torch(TensorDataset(x, y), unit=unit) for unit in (patients, [*patients[:2], 1, 0, *patients[4:]]))
+    assert same.fingerprint() == moved.fingerprint()
+    certified(same, tmp_path, unit="patient", batch=2)
+    resume(tmp_path / "run", say=lambda text: None, dataset=same)
+    with pytest.raises(ConfigError, match="grouped otherwise"):
+        resume(tmp_path / "run", say=lambda text: None, dataset=moved)
 
 
 @pytest.mark.parametrize(

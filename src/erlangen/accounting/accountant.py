@@ -59,13 +59,28 @@ class Accountant:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the history by a saved one; nothing changes if the state is not valid."""
+        """Go on from a saved history; nothing changes if the state is not valid, or lacks what was recorded here since: setting
+        a run back does not take its releases back."""
         if state.get("version") != STATE_VERSION:
             raise EventError(f"accountant state has version {state.get('version')!r}; expected {STATE_VERSION}")
         loaded = Accountant(state["neighbouring"])
         for entry in state["history"]:
             loaded.record(from_json(entry["event"]), entry["count"])
+        if not _continues(self._history, loaded._history):
+            raise EventError(
+                f"the saved history has {loaded.steps} releases and lacks some of the {self.steps} that were recorded here: what "
+                "was released stays spent. Keep this history, or load the state into a new Accountant"
+            )
         self.neighbouring, self._history = loaded.neighbouring, loaded._history
+
+
+def _continues(before: list[tuple[DpEvent, int]], after: list[tuple[DpEvent, int]]) -> bool:
+    """Whether a history begins with all of another one."""
+    if not before:
+        return True
+    (event, count), place = before[-1], len(before) - 1
+    begins = before[:-1] == after[:place] and len(after) > place
+    return begins and after[place][0] == event and after[place][1] >= count
 
 
 def from_opacus(history: Iterable[tuple[float, float, int]]) -> Accountant:

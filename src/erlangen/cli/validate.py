@@ -36,7 +36,7 @@ def validate(
     )
     epsilon = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.3g}"
     typer.echo(
-        f"Privacy    ε = {epsilon} at δ = {result['delta']:.1e} per record, {result['releases']} release(s) so far"
+        f"Privacy    ε = {epsilon} at δ = {result['delta']:.1e} per record, {result['releases']} release(s) of this run so far"
     )
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
     for row in result["confusion"]:

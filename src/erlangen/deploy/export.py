@@ -87,8 +87,10 @@ def describe(card: ModelCard, run: Path) -> dict[str, Any]:
     }
     certificate = run / "summary.json"
     if certificate.is_file():
-        guarantee = json.loads(certificate.read_text())["guarantee"]
-        facts["privacy"] = {key: guarantee[key] for key in ("epsilon", "delta", "unit", "neighbouring")}
+        summary = json.loads(certificate.read_text())
+        facts["privacy"] = {key: summary["guarantee"][key] for key in ("epsilon", "delta", "unit", "neighbouring")}
+        # seeded noise can be drawn again, and statistics without a guarantee may be about: ε alone would say too much
+        facts["privacy"] |= {key: summary[key] for key in ("randomness", "non_private") if key in summary}
     return facts
 
 

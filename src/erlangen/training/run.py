@@ -30,6 +30,7 @@ from erlangen.accounting.ledger import Ledger, LedgerError, Release, copy_path, 
 from erlangen.data import DataOptions, Dataset
 from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
+from erlangen.sampling import Units
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.distributed import anyone_asks, begin, meet
@@ -137,6 +138,7 @@ def resume(
     with _old_ledger(folder, config, dataset, single_copy) as ledger:
         if ledger.book.data != dataset.fingerprint():
             raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs")
+        _require_same_units(folder, ledger, dataset)
         for note in ledger.damage:
             say(f"the ledger of {folder} was damaged and has been repaired: {note}")
         if "data" in changes:
@@ -209,7 +211,7 @@ def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
 def _new_ledger(folder: Path, session: Session) -> Ledger:
     return Ledger.create(
         folder / "ledger.jsonl",
-        {"streams": session.run_id},
+        {"streams": session.run_id, "units": session.units.digest()},
         data=session.dataset.fingerprint(),
         run=folder.name,
         unit=session.units.name,
@@ -230,8 +232,18 @@ def _old_ledger(folder: Path, config: TrainConfig, dataset: Dataset, single_copy
             f"the ledger of {folder} is gone, but {left[0]} is there: what it cost cannot be known. Restore ledger.jsonl, or "
             "treat the run as not private (ε = ∞)"
         )
-    header = {"streams": stream_id(config, dataset)}
+    header = {"streams": stream_id(config, dataset), "units": Units(len(dataset), dataset.unit).digest()}
     return Ledger.create(path, header, data=dataset.fingerprint(), run=folder.name, unit=config.unit or "record")
+
+
+def _require_same_units(folder: Path, ledger: Ledger, dataset: Dataset) -> None:
+    """Who belongs together is data too, and no part of the fingerprint."""
+    before = ledger.book.header.get("units")
+    if before not in (None, Units(len(dataset), dataset.unit).digest()):
+        raise ConfigError(
+            f"the records of {folder} were grouped otherwise when it began: whose record moved from one unit to another would "
+            "count in both. Restore the units, or start a new run"
+        )
 
 
 def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callable[[str], None]) -> None:

@@ -59,7 +59,8 @@ def validate(
 ) -> dict[str, Any]:
     """Release how well a run does on the private records ``x_train``, ``y_train`` of ``source``.
 
-    Every call is another release on these records; ε in the result is that of all of them so far, *per record*. After a
+    Every call is another release on these records; ε in the result is that of all that this run's folder counts, *per record*
+    (other runs that were tried on the same records add up with it: `erlangen account RUN1 RUN2`). After a
     run whose unit of privacy is another one that must be asked for, by ``per_record``.
     """
     folder = Path(folder)
