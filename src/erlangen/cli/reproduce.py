@@ -115,9 +115,12 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool,
     from erlangen.training.run import Interrupted
 
     if dry_run:
-        cells = part.privacy()
+        cells = []
+        for cell in part.privacy():
+            cells.append(cell)
+            if not as_json:
+                typer.echo(_line(cell))
         if not as_json:
-            typer.echo("\n".join(map(_line, cells)))
             for file in sorted({cell["needs"] for cell in cells if cell.get("needs")}):
                 typer.echo(f"A run needs {file}")
         return {"preset": part.name, "cells": cells}

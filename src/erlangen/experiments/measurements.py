@@ -11,7 +11,7 @@ import importlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,9 +78,9 @@ class Measurement:
         cells = tuple(dataclasses.replace(p, options={**p.options, **p.quick}) for p in spread(self.cells))
         return dataclasses.replace(self, cells=cells, seeds=1, note="QUICK: few and small points, one seed; no result")
 
-    def privacy(self) -> list[dict[str, Any]]:
-        """The true ε of one release at every point."""
-        return [point_privacy(point) for point in self.cells]
+    def privacy(self) -> Iterator[dict[str, Any]]:
+        """The true ε of one release at every point, one by one."""
+        return (point_privacy(point) for point in self.cells)
 
     def function(self) -> Measure:
         module, _, name = self.measure.partition(":")
