@@ -68,3 +68,17 @@ def test_a_number_of_classes_that_one_record_decides_is_said(more, said, tmp_pat
     assert any("private labels" in note for note in dataset.notes) is said
     lines = certified(dataset, tmp_path)["not_covered"]
     assert any("number of classes" in line for line in lines) is said
+
+
+@pytest.mark.parametrize("shared", [0, 3, 20])
+def test_private_images_do_not_pass_for_public_ones(shared):
+    """What a run says of its test set, and images of it, are stored as they are."""
+    own = arrays()
+    test = np.random.default_rng(1).integers(0, 255, (20, 8, 8), dtype=np.uint8)
+    test[:shared] = own["x_train"][5 : 5 + shared]
+    own |= {"x_test": test, "y_test": np.arange(20) % 3}
+    if shared == 20:
+        with pytest.raises(ValueError, match="20 of the 20 images of x_test"):
+            from_arrays("own", own)
+    else:
+        assert any(f"{shared} of the 20" in note for note in from_arrays("own", own).notes) is (shared > 0)
