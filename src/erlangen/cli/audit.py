@@ -142,7 +142,7 @@ def run(
 
 @app.command("static")
 def static(as_json: bool = JSON) -> None:
-    """Everything that is registered, in seconds: sensitivity, information flow, covariance, noise, samplers, layers."""
+    """Everything that is registered, in about a minute: sensitivity, information flow, covariance, noise, samplers, layers."""
     from erlangen.audit.static import static_audit
     from erlangen.audit.verdict import overall
 
