@@ -207,3 +207,18 @@ def test_start_up_is_quick():
     assert cpu_seconds("import torch, erlangen; erlangen.PrivacyEngine") - cpu_seconds("import torch") < 0.3
     loaded = "import sys, erlangen.cli.main; assert 'torch' not in sys.modules and 'dp_accounting' not in sys.modules"
     subprocess.run([sys.executable, "-c", loaded], check=True)
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [(["--version"], 0, "erlangen 0."), (["nosuch"], 2, "nosuch")])
+def test_a_worker_ends_without_tearing_the_interpreter_down(words, code, said):
+    """Threads of a process group may still live then, and would abort a process whose run is over."""
+    start = (
+        "import atexit, runpy, sys; atexit.register(print, 'torn down'); "
+        f"sys.argv = ['erlangen', *{words}]; runpy.run_module('erlangen', run_name='__main__')"
+    )
+    for workers in ("1", "2"):
+        env = {**os.environ, "WORLD_SIZE": workers, "RANK": "0"}
+        done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, env=env, timeout=120)
+        assert done.returncode == code
+        assert said in done.stdout + done.stderr
+        assert ("torn down" in done.stdout) == (workers == "1")
