@@ -89,6 +89,21 @@ def test_noise_lies_in_memory_as_its_tensors_do():
     assert len(source.perturb_all([spread, spread], 1.0)[1].unique()) == spread.numel(), "an entry was noised twice, or not"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_many_tensors_get_fresh_normal_noise_in_one_draw():
+    values = [torch.full((300, 40), 5.0), torch.ones(64, 3, 3, 3).to(memory_format=torch.channels_last), torch.zeros(7)]
+    values = [v.cuda() for v in values]
+    source, draws = StreamNoise(seed=2), []
+    for _ in range(2):
+        source.next_release()
+        noisy = source.perturb_all(values, 3.0)
+        assert [t.stride() for t in noisy] == [v.stride() for v in values]
+        draws.append(torch.cat([(t - v).flatten() / 3.0 for t, v in zip(noisy, values, strict=True)]).cpu())
+    assert len(torch.cat(draws).unique()) > 1.99 * len(draws[0])
+    for z in draws:
+        assert stats.kstest(z.double().numpy(), "norm").pvalue > 1e-4
+
+
 def test_tensors_of_several_kinds_and_noise_of_ones_own_go_one_by_one():
     class Louder(StreamNoise):
         def perturb(self, value, std):
