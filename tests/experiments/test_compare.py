@@ -74,7 +74,7 @@ def test_a_folder_belongs_to_one_data_set(finished, tmp_path):
     out, _ = finished
     rng = np.random.default_rng(0)
     arrays = {"x_train": rng.normal(size=(60, 8, 8)), "y_train": np.arange(60) % 2}
-    np.savez(tmp_path / "d.npz", **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
+    np.savez(tmp_path / "d.npz", **arrays, x_test=-arrays["x_train"], y_test=arrays["y_train"])
     other = dataclasses.replace(SPEC, base=dataclasses.replace(BASE, data=str(tmp_path / "d.npz"), batch=16))
     with pytest.raises(ConfigError, match="other data"):
         compare(other, out)

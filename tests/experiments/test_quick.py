@@ -95,7 +95,7 @@ def test_data_that_is_here_is_used(monkeypatch, tmp_path):
     import numpy as np
 
     x, y = np.zeros((20, 28, 28), np.uint8), np.arange(20) % 10
-    np.savez(tmp_path / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    np.savez(tmp_path / "mnist.npz", x_train=x, y_train=y, x_test=x + 1, y_test=y)
     monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path))
     with stand_ins() as used:
         assert len(load("mnist")) == 20

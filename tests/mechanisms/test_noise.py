@@ -109,8 +109,14 @@ def test_tensors_of_several_kinds_and_noise_of_ones_own_go_one_by_one():
         def perturb(self, value, std):
             return super().perturb(value, 100 * std)
 
+    def wrapped(seed):
+        source = StreamNoise(seed)
+        honest = source.perturb
+        source.perturb = lambda value, std: honest(value, 100 * std)
+        return source
+
     mixed = [torch.zeros(500), torch.zeros(500, dtype=torch.float64)]
-    for kind, values, least in ((StreamNoise, mixed, 0.8), (Louder, mixed[:1] * 2, 80.0)):
+    for kind, values, least in ((StreamNoise, mixed, 0.8), (Louder, mixed[:1] * 2, 80.0), (wrapped, mixed[:1] * 2, 80.0)):
         source = kind(seed=1)
         source.next_release()
         for noisy, value in zip(source.perturb_all(values, 1.0), values, strict=True):

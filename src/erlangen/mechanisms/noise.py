@@ -74,7 +74,7 @@ class StreamNoise(NoiseSource):
         """In one pass over one buffer: a few launches, however many tensors there are. On a CPU contiguous tensors get the noise
         that `perturb` would give them one by one."""
         kinds = {(value.device, value.dtype) for value in values}
-        if len(kinds) != 1 or type(self).perturb is not StreamNoise.perturb:  # a subclass has a way of its own
+        if len(kinds) != 1 or getattr(self.perturb, "__func__", None) is not StreamNoise.perturb:  # it has a way of its own
             return super().perturb_all(values, std)
         ((device, dtype),) = kinds
         noise = torch.empty(sum(value.numel() for value in values), device=device, dtype=dtype)
