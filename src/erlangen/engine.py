@@ -22,7 +22,8 @@ from erlangen import accounting
 from erlangen.gradients.independence import fix, known_problems
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.clipping.base import ClippingRule
-from erlangen.private import PrivateTraining, prepare
+from erlangen.prepare import prepare
+from erlangen.private import PrivateTraining
 from erlangen.workers import Workers
 
 if TYPE_CHECKING:

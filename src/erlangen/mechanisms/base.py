@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,17 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 ADD_OR_REMOVE = "add-or-remove-one"
+T = TypeVar("T")
+
+
+def unmoved(before: T | None, now: T, what: str) -> T:
+    """What all parts of a logical batch were cut at (``before``; None is no part yet) is what its noise is made for (``now``)."""
+    if before is not None and before != now:
+        raise RuntimeError(
+            f"{what} moved from {before} to {now} between two parts of a logical batch, or before its noise: change it between "
+            "steps only"
+        )
+    return now
 
 
 class Mechanism(ABC):

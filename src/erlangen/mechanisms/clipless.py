@@ -33,7 +33,7 @@ from erlangen.lipschitz.bounds import Sensitivities, backpropagate_bounds, outpu
 from erlangen.lipschitz.losses import loss_constant, make_loss
 from erlangen.lipschitz.projection import Projector
 from erlangen.lipschitz.recorder import Recorder, SummedGradients
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
 from erlangen.mechanisms.noise import NoiseSource
 
 if TYPE_CHECKING:
@@ -178,13 +178,7 @@ class Clipless(Mechanism):
 
     def _require_one_threshold(self) -> None:
         """All parts of a logical batch are cut where its noise is made for."""
-        now = self._moment()[1]
-        if self._cut_at is not None and self._cut_at != now:
-            raise RuntimeError(
-                f"the thresholds of backward clips moved from {self._cut_at} to {now} between two parts of a logical batch, or "
-                "before its noise: change them between steps only"
-            )
-        self._cut_at = now
+        self._cut_at = unmoved(self._cut_at, self._moment()[1], "what backward clips cut at")
 
     def _reset(self) -> None:
         self._cut_at = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from erlangen.accounting import gaussian
 from erlangen.gradients.pieces import Weight
 from erlangen.gradients.tape import PerSampleGradients
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
 from erlangen.mechanisms.clipping import ClippingRule, Flat
 from erlangen.mechanisms.geometry import Geometry
 from erlangen.mechanisms.noise import NoiseSource
@@ -98,13 +98,7 @@ class GaussianMechanism(Mechanism):
 
     def _require_one_bound(self) -> None:
         """All parts of a logical batch are clipped at the bound for which the noise is made."""
-        now = self.clipping.sensitivity
-        if self.clipped_at is not None and self.clipped_at != now:
-            raise RuntimeError(
-                f"the clipping bound moved from {self.clipped_at:g} to {now:g} between two parts of a logical batch, or before "
-                "its noise: change it between steps only"
-            )
-        self.clipped_at = now
+        self.clipped_at = unmoved(self.clipped_at, self.clipping.sensitivity, "the clipping bound")
 
     def _add(self, gradients: PerSampleGradients, weights: Mapping[str, Tensor]) -> None:
         totals = gradients.weighted_sum(weights)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from erlangen.accounting import gaussian, non_private
 from erlangen.gradients.tape import PerSampleGradients
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
 from erlangen.mechanisms.clipping import AdaptiveQuantile, ClippingRule, Flat, PerLayer
 from erlangen.mechanisms.encoding import decode, encode
 from erlangen.mechanisms.gaussian import GaussianMechanism, finite
@@ -133,13 +133,7 @@ class Direction(Mechanism):
 
     def _require_one_bound(self) -> None:
         """All parts of a logical batch report magnitudes below the bound for which the noise is made."""
-        now = self.clipping.bound
-        if self.clipped_at is not None and self.clipped_at != now:
-            raise RuntimeError(
-                f"the clipping bound moved from {self.clipped_at:g} to {now:g} between two parts of a logical batch, or before "
-                "its noise: change it between steps only"
-            )
-        self.clipped_at = now
+        self.clipped_at = unmoved(self.clipped_at, self.clipping.bound, "the clipping bound")
 
     @torch.no_grad()
     def accumulate(self, gradients: PerSampleGradients) -> None:

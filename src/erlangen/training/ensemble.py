@@ -29,7 +29,7 @@ from erlangen.data import Dataset, load
 from erlangen.gradients.independence import check_independence
 from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, make_mechanism
 from erlangen.models import make_model
-from erlangen.private import refuse_module
+from erlangen.prepare import refuse_module
 from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream
 from erlangen.training.config import ConfigError, TrainConfig

@@ -39,7 +39,8 @@ from erlangen.mechanisms import (
 from erlangen.mechanisms.clipping import clipping_rules
 from erlangen.mechanisms.denoise import JamesStein
 from erlangen.models import make_model, models
-from erlangen.private import PrivateTraining, refuse_module
+from erlangen.prepare import refuse_module
+from erlangen.private import PrivateTraining
 from erlangen.sampling import Units
 from erlangen.sampling.physical import static_rows
 from erlangen.sharded import record_gathered

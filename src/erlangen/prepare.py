@@ -1,0 +1,226 @@
+"""Making a module private: everything that could void the guarantee is looked for first, and then installed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
+
+from erlangen import joint, sharded
+from erlangen.accounting import Accountant
+from erlangen.gradients.attach import attach, detach, is_attached
+from erlangen.gradients.independence import check_independence, check_loss, check_padding, known_problems
+from erlangen.gradients.tape import Tape
+from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
+from erlangen.private import PrivateTraining
+from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
+from erlangen.sampling.loader import refuse_iterable
+from erlangen.sampling.records import refuse_repeats, refuse_sampler
+from erlangen.sampling.units import unit_labels
+from erlangen.workers import Workers
+
+#: records whose shapes are looked at before training
+LOOKED_AT = 16
+
+
+def prepare(
+    module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, accountant: Accountant, *, noise_multiplier: float | None,
+    max_grad_norm: Any, poisson_sampling: bool, loss_reduction: str, mechanism: str | Mechanism,
+    mechanism_options: Mapping[str, Any], clipping: Any, clipping_options: Mapping[str, Any],
+    max_physical_batch: int | str | None, unit: Any, batch_first: bool, strategy: str, criterion: Any, denoiser: Any,
+    check: bool, seed: int | None, run_id: str, secure: bool, workers: Workers | None = None,
+) -> PrivateTraining:  # fmt: skip
+    """Check everything, then install. Nothing is changed if anything is wrong."""
+    wrapper, module, workers = module, joint.unwrapped(module), workers or Workers()
+    refuse_iterable(data_loader)
+    refuse_sampler(data_loader)
+    refuse_module(module)
+    parameters = _trainable(module, optimizer)
+    dataset: Any = data_loader.dataset
+    labels = unit_labels(dataset, unit)
+    refuse_repeats(dataset, labels)
+    units = Units(
+        len(dataset),
+        labels,
+        unit if isinstance(unit, str) else "record" if unit is None else "group",
+    )
+    kind = PoissonSampler if poisson_sampling else ShuffledBatches
+    assert data_loader.batch_size is not None
+    sampler = kind(units.count, data_loader.batch_size * workers.count, seed, run_id, secure)
+    noise = SecureNoise() if secure else StreamNoise(seed, run_id)
+    apart = sharded.is_sharded(module)
+    if isinstance(mechanism, str):
+        if apart:
+            sharded.refuse_by_name(mechanism)
+        assert noise_multiplier is not None
+        if max_grad_norm is None and not getattr(mechanisms().get(mechanism), "clips", True):
+            max_grad_norm = 1.0  # asked of every clipping rule, read by none here
+        rule = make_clipping(str_or_rule(clipping), max_grad_norm, **clipping_options)
+        context = Context(noise_multiplier, rule, noise, module, sampler.expected_batch, mechanism_options)
+        built = make_mechanism(mechanism, context)
+    else:
+        built = _given(mechanism, noise_multiplier, max_grad_norm)
+        if secure and not built.noise.secure:
+            built.noise = noise
+    if apart:
+        built = sharded.adopt(built, noise, workers)
+        if denoiser is not None or max_physical_batch == "auto":
+            raise ValueError("denoiser and max_physical_batch='auto' are not for sharded parameters (FSDP): leave them out")
+    if criterion is not None and hasattr(built, "use_criterion"):
+        built.use_criterion(criterion)
+    built.bind(parameters, sampler.expected_batch)
+    joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)
+    tape = Tape(parameters, loss_reduction, strategy, batch_first)
+    tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
+    tape.metric, tape.private_sizes = built.metric, poisson_sampling
+    if apart:
+        sharded.record_gathered(module, tape)
+        if check:
+            not_checked("its parameters are sharded; check it before fully_shard")
+        check = False
+    probe = _probe_inputs(module, data_loader)
+    limit = workers.decide(lambda: _physical_limit(module, tape, probe, max_physical_batch))
+    if probe is None and check:
+        not_checked("batches are not (inputs, …) tensors")
+    if probe is not None and check:
+        _check(module, probe, criterion, loss_reduction)
+        _check_padding(module, data_loader)
+    elif criterion is not None:
+        check_loss(criterion, torch.zeros(1), None, loss_reduction)
+    training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
+    training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce, workers)
+    sampler.join(workers)
+    if not apart:
+        workers.align(module)
+    training.install(wrapper)
+    return training
+
+
+def str_or_rule(clipping: Any) -> Any:
+    return clipping.replace("_", "-") if isinstance(clipping, str) else clipping
+
+
+def refuse_module(module: nn.Module) -> None:
+    if is_attached(module):
+        raise RuntimeError("this module is private already: call engine.remove() before making it private again")
+    problems = known_problems(module)
+    if problems:
+        raise ValueError("this module cannot train privately:\n  " + "\n  ".join(problems))
+
+
+def _trainable(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by their names in the module."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, each a release: use a first-order optimizer"
+        )
+    if getattr(getattr(optimizer.step, "__func__", None), "is_private", False):
+        raise RuntimeError("this optimizer is private already: call engine.remove() first")
+    names = {id(p): name for name, p in module.named_parameters()}
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [tuple(p.shape) for p in ours if id(p) not in names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer holds {len(strangers)} parameter(s) that are not the module's (shapes {strangers[:3]}): they "
+            "would train without privacy. Build the optimizer from module.parameters()."
+        )
+    trainable = {names[id(p)]: p for p in ours if p.requires_grad}
+    if not trainable:
+        raise ValueError("the optimizer holds no parameter of the module that requires a gradient: nothing to train")
+    return {name: trainable[name] for name, _ in module.named_parameters() if name in trainable}
+
+
+def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> Mechanism:
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(f"mechanism is a {type(mechanism).__name__}; pass a registered name or a Mechanism")
+    if noise_multiplier is not None and noise_multiplier != mechanism.noise_multiplier:
+        raise ValueError(
+            f"noise_multiplier is {noise_multiplier} but the mechanism was built with {mechanism.noise_multiplier}; leave one out"
+        )
+    if bound is not None and bound != mechanism.sensitivity:
+        raise ValueError(
+            f"max_grad_norm is {bound} but the mechanism's sensitivity is {mechanism.sensitivity}; leave one out"
+        )
+    return mechanism
+
+
+def _probe_inputs(module: nn.Module, loader: DataLoader) -> tuple[Tensor, Any] | None:
+    """Three made-up rows of the data's shape and type, and real targets; None if batches are not (inputs, …)."""
+    dataset: Any = loader.dataset
+    rows = [dataset[i % len(dataset)] for i in range(3)]
+    batch = loader.collate_fn(rows)
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if not isinstance(first, Tensor):
+        return None
+    parameter = next(module.parameters())
+    if first.is_floating_point():
+        floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        if first.dtype not in floating and not torch.is_autocast_enabled():
+            raise TypeError(
+                f"the data is {first.dtype} but the module's parameters are {floating[0]}: convert one, e.g. x.to({floating[0]})"
+            )
+        first = torch.randn_like(first)
+    targets = batch[1].to(parameter.device) if len(batch) > 1 and isinstance(batch[1], Tensor) else None
+    return first.to(parameter.device), targets
+
+
+def _check(module: nn.Module, probe: tuple[Tensor, Any], criterion: Any, reduction: str) -> None:
+    inputs, targets = probe
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = module(inputs)
+    except Exception as error:  # the module wants other arguments than the first of the batch; its own call will tell
+        not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
+        return
+    check_independence(module, (inputs,))
+    if criterion is not None:
+        check_loss(criterion, out if isinstance(out, Tensor) else torch.zeros(1), targets, reduction)
+
+
+def _check_padding(module: nn.Module, loader: DataLoader) -> None:
+    """Records of different shapes are padded to the longest of a batch: nobody's output may depend on the others' length."""
+    dataset: Any = loader.dataset
+    seen = min(LOOKED_AT, len(dataset))
+    rows = [dataset[k * len(dataset) // seen] for k in range(seen)]
+    device = next(module.parameters()).device
+    first = lambda batch: (batch[0] if isinstance(batch, (list, tuple)) else batch).to(device)  # noqa: E731
+    try:
+        sizes = [first(loader.collate_fn([row])).numel() for row in rows]
+        if len(set(sizes)) == 1:
+            return
+        short, long = rows[min(range(len(rows)), key=sizes.__getitem__)], rows[max(range(len(rows)), key=sizes.__getitem__)]
+        alone, beside = first(loader.collate_fn([short])), first(loader.collate_fn([short, long]))[:1]
+    except Exception:  # its own call will tell
+        return
+    check_padding(module, alone, beside)
+
+
+def not_checked(why: str) -> None:
+    warnings.warn(
+        f"whether the module mixes samples was not checked: {why}. If one record's output depends on the others, the "
+        "guarantee does not hold; erlangen.gradients.independence.check_independence(module, inputs) checks by hand.",
+        stacklevel=4,
+    )
+
+
+def _physical_limit(
+    module: nn.Module, tape: Tape, probe: tuple[Tensor, Any] | None, wanted: int | str | None
+) -> int | None:
+    if wanted is None:
+        return None
+    if wanted == "auto":
+        if probe is None:
+            raise ValueError("max_physical_batch='auto' needs batches of (inputs, …) to measure; give a number")
+        attach(module, tape)
+        try:
+            return find_physical_batch(module, tape, (probe[0],))
+        finally:
+            detach(module)
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise ValueError(f"max_physical_batch is {wanted!r}; give a number of rows ≥ 1, or 'auto'")
+    return wanted
