@@ -52,3 +52,17 @@ def together(count: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
         broken = [trace for _, trace in got.values() if trace]
         assert not broken, "\n".join(broken)
     return [got[rank][0] for rank in range(count)]
+
+
+class Only(Workers):
+    """A group of one that behaves as one of many: what a device and its back end can be asked without a second one."""
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+
+def over_nccl() -> None:
+    """The group of this process, alone, with the back ends of a machine with GPUs."""
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -30,8 +30,9 @@ from erlangen.training import distributed, run
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.session import Session
 from erlangen.workers import LostWorker, Workers
-from tests.processes import together
+from tests.processes import Only, over_nccl, together
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = TrainConfig(
     model="mlp", model_options={"width": 8}, epsilon=None, noise_multiplier=0.0, steps=4, batch=24, seed=0, evaluations=2, lr=0.5
 )
@@ -113,6 +114,23 @@ def test_every_mechanism_of_the_registry(patients, count):
     grouped = {"data": str(patients), "unit": "who", "batch": 6, "noise_multiplier": 0.3}
     check_same(count, {name: CASES[name] for name in CASES if name not in QUICK} | {"patients": grouped})
     assert {case.get("mechanism", "iso") for case in CASES.values()} == set(mechanisms())
+
+
+def on_one_device(workers: Workers, device: str, configs: list[TrainConfig]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every message of a step by the device's own back end, to oneself, and without any."""
+    if device == "cuda":
+        over_nccl()
+    there = [dataclasses.replace(config, device=device) for config in configs]
+    return [(a.cpu(), b.cpu()) for a, b in zip(trained(Only(), there), trained(Workers(), there), strict=True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_messages_change_nothing_on_the_device(device):
+    """On a GPU: NCCL, with one process."""
+    configs = [dataclasses.replace(SMALL, precision="float32", **options) for options in CASES.values()]
+    for name, (sent, kept) in zip(CASES, together(1, on_one_device, device, configs, timeout=180.0)[0], strict=True):
+        close = 1e-4 if "optimizer" in CASES[name] else 1e-6
+        assert float((sent - kept).abs().max()) <= close * max(1.0, float(kept.abs().max())), name
 
 
 def unseeded(workers: Workers, configs: list[TrainConfig]) -> list[list[bytes]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from erlangen.accounting import certificate_check
@@ -23,7 +22,7 @@ from erlangen.training import run, shards
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.session import Session
 from erlangen.workers import LostWorker, Workers
-from tests.processes import together
+from tests.processes import Only, over_nccl, together
 from tests.training.test_distributed import CNN, NOISY, SMALL, flat, lost, patients, same_run, session_of, whole_run  # noqa: F401
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -121,19 +120,10 @@ def test_nothing_of_the_size_of_the_network_stays_with_one_process():
     assert max(apart) < 0.52 * alone
 
 
-class Only(Workers):
-    """A group of one that shards all the same: what a device can be asked without a second one."""
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-
 def on_one_device(workers: Workers, device: str) -> list[torch.Tensor]:
     """A part of the noise's stream is the device's, so that all of it is drawn where it is used."""
     if device == "cuda":
-        dist.destroy_process_group()
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        over_nccl()
     shards.LEAST = 0
     out = []
     for precision in ("float32", "auto"):
