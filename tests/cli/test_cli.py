@@ -88,6 +88,20 @@ MISUSE = [
     (["audit", "mechanism", "iso", "--trials", "0"], "trials is 0"),
     (["audit", "run", "nowhere"], "nowhere is no run folder"),
     (["frobnicate"], "No such command"),
+    (["train", "--set", "epsilno=2"], "Did you mean 'epsilon'?"),
+    (["train", "--set", "max-grad-norm=2"], "Did you mean 'max_grad_norm'?"),
+    (["train", "--mechanism", "spectal"], "Did you mean 'spectral'?"),
+    (["train", "--model", "lipshitz-mlp"], "Did you mean 'lipschitz-mlp'"),
+    (["train", "--clipping", "adaptiv"], "Did you mean 'adaptive'?"),
+    (["train", "--data", "fashion-mnist"], "Did you mean 'fashion_mnist'"),
+    (["train", "--set", 'data_options={"normalize": "half"}'], "Did you mean 'normalise'"),
+    (["train", "--mechanism", "rep", "--set", 'mechanism_options={"metrik": "x"}'], "Did you mean 'metric'?"),
+    (["reproduce", "rep-tabl1"], "Did you mean 'rep-table1'"),
+    (["audit", "mechanism", "gredpp"], "Did you mean 'gredp'"),
+    (["compare", "--data", "nowhere.npz", "--mechanism", "iso,spectal"], "Did you mean 'spectral'?"),
+    (["compare", "--data", "nowhere.npz", "--mechanism", "iso", "--model", "cnnn"], "Did you mean 'cnn'"),
+    (["compare", "--data", "nowhere.npz", "--mechanism", "iso,rep", "--model-for", "rep=c8cnn"], "Did you mean 'c8-cnn'"),
+    (["tan", "--set", "data=nowhere.npz", "--set", "optimizer=adm"], "Did you mean 'adam'"),
 ]
 
 

@@ -18,6 +18,7 @@ from erlangen.audit.neighbours import Pair, unflatten
 from erlangen.audit.static import Recipe, first_that_builds
 from erlangen.audit.verdict import CONFIDENCE, Claim, Finding
 from erlangen.mechanisms import mechanisms
+from erlangen.spelling import hint
 
 #: trials in each world: rows of a few coordinates, rows, and one call at a time
 FEW_COORDINATES, ROWS, CALLS = 40_000_000, 1_000_000, 12_000
@@ -52,7 +53,8 @@ def find(
     """A recipe for a registered mechanism; ``d`` asks for one vector of that many parameters."""
     if name not in mechanisms():
         known = ", ".join(sorted(mechanisms()))
-        raise ValueError(f"mechanism is {name!r}; choose one of {known}, opacus, or package.module:factory")
+        meant = hint(name, [*mechanisms(), "opacus"])
+        raise ValueError(f"mechanism is {name!r}; choose one of {known}, opacus, or package.module:factory.{meant}")
     settings: dict[str, Any] = {"sigma": sigma, "bound": bound, "batch": batch, "seed": seed, "clipping": clipping}
     if network is not None:
         return Recipe(name, options, network, **settings)

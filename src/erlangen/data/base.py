@@ -17,6 +17,7 @@ import numpy as np
 
 from erlangen.data.options import DataOptions
 from erlangen.data.preprocessing import DataError, Preprocessing
+from erlangen.spelling import hint
 
 __all__ = ["DataError", "Dataset", "datasets", "load", "register_dataset", "renormalised"]
 
@@ -127,7 +128,8 @@ def _own(path: Path, unit: str | None, options: DataOptions) -> Dataset:
     if path.suffix not in (".npz", ".npy"):
         known, there = ", ".join(datasets()), "which is no .npz file" if path.exists() else "which is nowhere"
         raise DataError(
-            f"data is {str(path)!r}, {there}; give a name ({known}), a folder of class folders, or an .npz file"
+            f"data is {str(path)!r}, {there}; give a name ({known}), a folder of class folders, or an .npz file."
+            f"{hint(str(path), datasets())}"
         )
     if not path.is_file():
         raise DataError(f"no file at {path}; give the path of an .npz file with x_train and y_train")

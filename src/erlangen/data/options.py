@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from erlangen.data.preprocessing import DataError
+from erlangen.spelling import hint
 
 #: options that only make sense for files of the user's own
 OF_FILES = ("image_size", "channels", "skip_bad", "white", "unit_pattern", "unit_csv")
@@ -92,7 +93,8 @@ class DataOptions:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise DataError(f"unknown data option(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            meant = "".join(hint(name, known) for name in unknown)
+            raise DataError(f"unknown data option(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}.{meant}")
         return cls(**values)
 
     def refuse_for_named(self, name: str) -> None:

@@ -26,7 +26,7 @@ from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.normalise import wants_private
 from erlangen.training.run import train
-from erlangen.training.session import Session, load_data
+from erlangen.training.session import Session, load_data, require_known
 
 Watch = Callable[[str, int, int], None]
 
@@ -81,6 +81,12 @@ class Comparison:
                 "a comparison over seeds is reproducible by design: leave out secure, and train for release later"
             )
 
+    def options(self, mechanism: str) -> TrainConfig:
+        """What one mechanism trains with, at an ε that is still open."""
+        model = self.models.get(mechanism, self.base.model)
+        other = {} if model == self.base.model else {"model_options": {}}
+        return dataclasses.replace(self.base, mechanism=mechanism, model=model, **other)
+
     def words(self) -> str:
         if not self.trials:
             return NOT_TUNED
@@ -124,6 +130,8 @@ class Work:
 def compare(spec: Comparison, out: Path, pool: Pool | None = None, watch: Watch | None = None) -> dict[str, Any]:
     """Run what is not finished, and leave ``comparison.json`` in ``out``."""
     pool = pool or Pool()
+    for mechanism in spec.mechanisms:  # before the records are read, which can take minutes
+        require_known(spec.options(mechanism))
     data = load_data(spec.base)
     if data.x_test is None:
         raise ConfigError(
@@ -156,12 +164,7 @@ def plan(spec: Comparison, data: Dataset) -> list[Cell]:
     cells = []
     for target in spec.epsilons:
         for mechanism in spec.mechanisms:
-            model = spec.models.get(mechanism, spec.base.model)
-            config = dataclasses.replace(
-                spec.base, mechanism=mechanism, model=model, epsilon=target, noise_multiplier=None, seed=0
-            )
-            if config.model != spec.base.model:
-                config = dataclasses.replace(config, model_options={})
+            config = dataclasses.replace(spec.options(mechanism), epsilon=target, noise_multiplier=None, seed=0)
             if spec.accounted:
                 config = dataclasses.replace(config, epsilon=None, noise_multiplier=1.0)
             session = Session(config, data)

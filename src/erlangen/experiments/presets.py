@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from erlangen.spelling import hint
 from erlangen.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def presets() -> list[Preset | Measurement]:
 def preset(name: str) -> Preset | Measurement:
     known = {p.name: p for p in presets()}
     if name not in known:
-        raise ValueError(f"no preset is called {name!r}; there are {', '.join(known)}")
+        raise ValueError(f"no preset is called {name!r}; there are {', '.join(known)}.{hint(name, known)}")
     return known[name]
 
 

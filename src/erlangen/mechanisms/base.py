@@ -21,6 +21,7 @@ from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.clipping.base import ClippingRule
 from erlangen.mechanisms.noise import NoiseSource, StreamNoise
+from erlangen.spelling import hint
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -186,5 +187,7 @@ def mechanisms() -> dict[str, Builder]:
 def make_mechanism(mechanism: str, context: Context) -> Mechanism:
     known = mechanisms()
     if mechanism not in known:
-        raise ValueError(f"mechanism is {mechanism!r}; choose one of {', '.join(sorted(known))}, or pass a Mechanism")
+        raise ValueError(
+            f"mechanism is {mechanism!r}; choose one of {', '.join(sorted(known))}, or pass a Mechanism.{hint(mechanism, known)}"
+        )
     return known[mechanism](context)

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from erlangen.spelling import hint
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -51,7 +53,7 @@ def models() -> list[str]:
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     if name not in _MODELS:
-        raise ValueError(f"model is {name!r}; choose one of {', '.join(models())}")
+        raise ValueError(f"model is {name!r}; choose one of {', '.join(models())}.{hint(name, models())}")
     builder = _MODELS[name]
     if isinstance(builder, str):
         module, function = builder.split(":")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from erlangen.spelling import hint
+
 #: how far the noise of a whole run may carry each weight, and the largest rate in units of the clipping bound: measured
 #: on held-out images of several data sets, sizes and ε (docs/results/defaults.md)
 WALK, LARGEST_RATE = 0.2, 4.0
@@ -184,7 +186,8 @@ class TrainConfig:
         known = get_type_hints(cls)
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ConfigError(f"unknown option(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            meant = "".join(hint(name, known) for name in unknown)
+            raise ConfigError(f"unknown option(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}.{meant}")
         if values.get("noise_multiplier") is not None and "epsilon" not in values:
             values = {**values, "epsilon": None}  # the default target gives way to a σ that was chosen
         return cls(**values)

@@ -44,6 +44,7 @@ from erlangen.private import PrivateTraining
 from erlangen.sampling import Units
 from erlangen.sampling.physical import static_rows
 from erlangen.sharded import record_gathered
+from erlangen.spelling import hint
 from erlangen.streams import Stream
 from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
@@ -149,7 +150,9 @@ class Session:
     def _optimizer(self) -> torch.optim.Optimizer:
         config, known = self.config, optimizers()
         if config.optimizer not in known:
-            raise ConfigError(f"optimizer is {config.optimizer!r}; choose one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"optimizer is {config.optimizer!r}; choose one of {', '.join(sorted(known))}.{hint(config.optimizer, known)}"
+            )
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         return known[config.optimizer](parameters, config.lr, config.momentum, config.weight_decay)
 
@@ -384,10 +387,14 @@ class Session:
 
 def require_known(config: TrainConfig) -> None:
     """Names that nothing answers to are refused here, before anything is read or computed."""
-    known = {"model": ["auto", *models()], "mechanism": sorted(mechanisms()), "clipping": sorted(clipping_rules())}
+    known = {
+        "model": ["auto", *models()], "mechanism": sorted(mechanisms()), "clipping": sorted(clipping_rules()),
+        "optimizer": sorted(optimizers()),
+    }  # fmt: skip
     for option, names in known.items():
-        if getattr(config, option) not in names:
-            raise ConfigError(f"{option} is {getattr(config, option)!r}; choose one of {', '.join(names)}")
+        given = getattr(config, option)
+        if given not in names:
+            raise ConfigError(f"{option} is {given!r}; choose one of {', '.join(names)}.{hint(given, names)}")
 
 
 def load_data(config: TrainConfig) -> Dataset:

@@ -28,7 +28,7 @@ from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import write
 from erlangen.training.normalise import wants_private
 from erlangen.training.run import train
-from erlangen.training.session import Session, load_data
+from erlangen.training.session import Session, load_data, require_known
 
 #: below this the small run's sampling error is no longer small beside the noise
 SAFE = 4.0
@@ -119,6 +119,7 @@ def dry_run(
     """Train the small run once for each seed. With ``out`` each leaves its folder, ledger and certificate there."""
     if not seeds:
         raise ConfigError("seeds is empty; give at least one")
+    require_known(config)  # before the records are read, which can take minutes
     dataset = load_data(config)
     if dataset.x_test is None:
         raise ConfigError(f"{config.data} has no public test set, so there is no accuracy to predict; add x_test and y_test")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from erlangen.spelling import hint
+
 _RULES: dict[str, type[ClippingRule]] = {}
 
 #: the least bound, and the least constant of a rule: squares of shorter norms leave float32, which would measure them as zero
@@ -103,12 +105,15 @@ def make_clipping(clipping: str | ClippingRule, bound: float | Sequence[float] |
     if isinstance(clipping, ClippingRule):
         return clipping
     if clipping not in _RULES:
-        raise ValueError(f"clipping is {clipping!r}; choose one of {', '.join(sorted(_RULES))}, or pass a ClippingRule")
+        raise ValueError(
+            f"clipping is {clipping!r}; choose one of {', '.join(sorted(_RULES))}, or pass a ClippingRule.{hint(clipping, _RULES)}"
+        )
     if bound is None:
         raise ValueError("max_grad_norm is missing: give the clipping bound C")
     taken = list(inspect.signature(_RULES[clipping]).parameters.values())
     known = [p.name for p in taken[1:]]
     unknown = sorted(set(options) - set(known))
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
-        raise ValueError(f"clipping {clipping!r} has no option {unknown}; it takes {', '.join(known) or 'none'}")
+        meant = "".join(hint(name, known) for name in unknown)
+        raise ValueError(f"clipping {clipping!r} has no option {unknown}; it takes {', '.join(known) or 'none'}.{meant}")
     return _RULES[clipping](bound, **options)  # type: ignore[arg-type]
