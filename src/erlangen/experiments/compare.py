@@ -84,8 +84,8 @@ class Comparison:
     def options(self, mechanism: str) -> TrainConfig:
         """What one mechanism trains with, at an ε that is still open."""
         model = self.models.get(mechanism, self.base.model)
-        other = {} if model == self.base.model else {"model_options": {}}
-        return dataclasses.replace(self.base, mechanism=mechanism, model=model, **other)
+        options = self.base.model_options if model == self.base.model else {}
+        return dataclasses.replace(self.base, mechanism=mechanism, model=model, model_options=options)
 
     def words(self) -> str:
         if not self.trials:
