@@ -194,3 +194,90 @@ def test_a_state_of_as_many_layers_as_rows_is_not_taken_for_rows():
             return {"out": out[:, -1], "state": state}
 
     check_independence(Recurrent(), (torch.randn(3, 6, 4),))
+
+
+# -- what only the backward pass mixes ------------------------------------------------------------------------------------
+
+
+class Scales(torch.autograd.Function):
+    """Identity forwards; backwards the cotangent is divided by its norm over the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent / cotangent.norm()
+
+
+class Returns(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.first, self.last = how, nn.Linear(4, 6), nn.Linear(6, 2)
+        if how == "module hook":
+            self.last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        if self.how == "tensor hook" and h.requires_grad:
+            h.register_hook(lambda g: g / g.norm())
+        if self.how == "rows":  # each by itself
+            h.register_hook(lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-6)) if h.requires_grad else None
+        return self.last(Scales.apply(h) if self.how == "function" else h)
+
+
+@pytest.mark.parametrize("how", ["tensor hook", "module hook", "function"])
+def test_a_backward_pass_that_mixes_is_refused(how):
+    """One record among 31 others moved the sum by 30 bounds: its own cotangent made all others small."""
+    torch.manual_seed(0)
+    x = torch.randn(4).expand(32, 4).clone()
+    sums = []
+    for count in (32, 31):
+        module = Returns(how)
+        module.last.requires_grad_(False)
+        weights = torch.ones(count)
+        weights[31:] = 1e4
+        _, optimizer, loader = erlangen.PrivacyEngine(seed=0).make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), 1.0), noise_multiplier=0.0, max_grad_norm=0.05,
+            data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:count]), batch_size=count), check=False,
+            loss_reduction="sum",
+        )  # fmt: skip
+        (rows,) = next(iter(loader))
+        (module(rows)[:, 0] * weights).sum().backward()
+        optimizer.step()
+        sums.append(count * torch.cat([p.grad.flatten() for p in module.first.parameters()]))
+    assert float((sums[0] - sums[1]).norm()) > 20 * 0.05
+    with pytest.raises(MixesSamples, match="on its way back"):
+        check_independence(Returns(how), (torch.randn(3, 4),))
+
+
+def test_hooks_that_treat_each_row_by_itself_pass():
+    check_independence(Returns("rows"), (torch.randn(3, 4),))
+    check_independence(Returns("none"), (torch.randn(3, 4),))
+
+
+class Remembers(nn.Module):
+    """Statistics of the records in a parameter that does not train: read when the model is used, released with it."""
+
+    def __init__(self, reads: bool = True) -> None:
+        super().__init__()
+        self.inside, self.last, self.reads = nn.Linear(4, 4, bias=False), nn.Linear(4, 2), reads
+        self.inside.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            moved = (x.t() @ x).detach() if self.reads else self.inside.weight.detach()
+            self.inside.weight.data.mul_(0.9).add_(moved, alpha=0.1)
+            return self.last(x)
+        return self.last(self.inside(x))
+
+
+def test_statistics_in_a_parameter_are_no_better_than_in_a_buffer():
+    module = Remembers()
+    before = module.inside.weight.clone()
+    with pytest.raises(MixesSamples, match=r"parameter 'inside\.weight' is updated from the data"):
+        check_independence(module, (torch.randn(3, 4),))
+    assert torch.equal(module.inside.weight, before)
+    check_independence(Remembers(reads=False), (torch.randn(3, 4),))

@@ -2,6 +2,7 @@
 
 The experiment: run a batch, change everything but row 0, run again with the same random numbers. A module whose inputs
 agree in row 0 but whose outputs do not has looked at other rows; per-sample clipping would not bound their influence.
+Neither would it where only the backward pass looks at them: a hook that divides gradients by their norm over the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from erlangen.gradients.tape import Tape
 
@@ -85,10 +87,10 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     try:
         for training in (True, False):
             module.train(training)
-            with _untouched(module):
-                _check_outputs(module, inputs)
+            with _untouched(module) as start:
+                _check_outputs(module, inputs, start)
                 if training:
-                    _check_rows(module, inputs)
+                    _check_rows(module, inputs, start)
     finally:
         for m, training in modes.items():
             m.training = training
@@ -98,11 +100,10 @@ def _where(path: str, m: nn.Module) -> str:
     return f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
 
 
-def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Row 0 of every output depends on row 0 of the inputs alone, and no buffer on any of them."""
-    start = {name: b.clone() for name, b in module.named_buffers()}
+def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor]) -> None:
+    """Row 0 of every output depends on row 0 of the inputs alone, and no buffer and no parameter on any of them."""
     first = _trace(module, inputs)
-    kept = {name: b.clone() for name, b in module.named_buffers()}
+    moved = {name: t.detach().clone() for name, t in _state(module) if not torch.equal(t, start[name])}
     for scale in SCALES:
         _restore(module, start)
         second = _trace(module, tuple(_changed(t, scale) for t in inputs))
@@ -113,16 +114,18 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                     "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
-        for name, b in module.named_buffers():
-            if not _same([b], [kept[name]]):
+        for name, t in _state(module):
+            before = moved.get(name, start[name])
+            if not torch.equal(t, before) and not _same([t], [before]):
+                kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
                 raise MixesSamples(
-                    f"the buffer {name!r} is updated from the data: it would be released with the weights, without noise. "
+                    f"the {kind} {name!r} is updated from the data: it would be released with the weights, without noise. "
                     "Drop the running statistics (GroupNorm needs none), or compute them on public data."
                 )
 
 
-def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Backwards: the gradient of one output row reaches each layer through that row alone."""
+def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor]) -> None:
+    """Backwards: the gradient of one output row reaches each layer through that row alone, and whatever other rows hold."""
     from erlangen.gradients.attach import attach, detach, is_attached
 
     if is_attached(module):
@@ -131,32 +134,60 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     attach(module, watch)
     try:
         with torch.enable_grad():
-            outputs = {rows: module(*(_more_rows(t, rows) for t in inputs)) for rows in (5, 7)}
-            for (rows, found), asked in zip(_by_row(outputs).items(), (range(5), range(1)), strict=True):
-                if not found:
-                    warnings.warn(_ORDER_UNSEEN, stacklevel=2)
-                    return
+            leaves = {rows: tree_leaves(module(*(_more_rows(t, rows) for t in inputs))) for rows in (5, 7)}
+            columns = _by_row(leaves)
+            if not columns:
+                warnings.warn(_ORDER_UNSEEN, stacklevel=2)
+                return
+            for rows, asked in ((5, range(5)), (7, range(1))):
                 for row in asked:
                     watch.row, watch.rows_expected = row, rows
-                    torch.stack([out[row].float().sum() for out in found]).sum().backward(retain_graph=True)
+                    torch.stack([leaves[rows][k][row].float().sum() for k in columns]).sum().backward(retain_graph=True)
+            watch.row, watch.rows_expected = None, 5
+            _check_cotangents(module, tuple(_more_rows(t, 5) for t in inputs), columns, watch, start)
     finally:
         detach(module)
 
 
-def _by_row(outputs: dict[int, Any]) -> dict[int, list[Tensor]]:
-    """From what a module returned for each number of rows: the differentiable tensors with one row for each record."""
-    from torch.utils._pytree import tree_leaves
+def _check_cotangents(
+    module: nn.Module, inputs: tuple[Tensor, ...], columns: list[int], watch: _Watch, start: dict[str, Tensor]
+) -> None:
+    """What comes back to row 0 of each layer is the same, whatever the other rows hold and whatever comes back to them."""
+    own: list[Tensor] | None = None
+    for scale in (1.0, *SCALES):
+        _restore(module, start)
+        batch = inputs if own is None else tuple(_changed(t, scale) for t in inputs)
+        torch.manual_seed(0)
+        watch.seen = []
+        leaves = tree_leaves(module(*batch))
+        ends = [leaves[k][0].float().sum() + scale * leaves[k][1:].float().sum() for k in columns]
+        torch.stack(ends).sum().backward()
+        own = watch.seen if own is None else own
+        if not all(map(_alike, own, watch.seen)):
+            raise MixesSamples(
+                "the gradient of one record changes with the other records on its way back through the module, so clipping it does "
+                "not bound their influence: a hook or an autograd function works on the whole batch (g / g.norm(), say). Let it "
+                "treat each row by itself, or take it out."
+            )
 
-    leaves = {rows: tree_leaves(out) for rows, out in outputs.items()}
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(a.abs().max()) if a.numel() else 0.0)
+
+
+def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
+    """Of what a module returned for each number of rows: where the differentiable tensors with one row for each record are."""
     like = lambda t, rows: isinstance(t, Tensor) and t.requires_grad and t.ndim > 0 and len(t) == rows  # noqa: E731
-    kept = [all(like(t, rows) for t, rows in zip(column, leaves, strict=True)) for column in zip(*leaves.values())]
-    return {rows: [t for t, keep in zip(found, kept) if keep] for rows, found in leaves.items()}
+    found = enumerate(zip(*leaves.values()))
+    return [k for k, column in found if all(like(t, rows) for t, rows in zip(column, leaves, strict=True))]
 
 
 class _Watch(Tape):
-    """A tape that keeps nothing and objects to cotangents outside the row that was asked for."""
+    """A tape that objects to cotangents outside the row that was asked for; where none was, it keeps those of row 0."""
 
-    row, rows_expected = 0, 0
+    row: int | None = 0
+    rows_expected = 0
+    seen: list[Tensor]
 
     def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         self._look(cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
@@ -172,6 +203,9 @@ class _Watch(Tape):
                 "apart by record. Keep the batch as the first dimension (batch_first=False for time-major sequences); give "
                 "positional tables a batch dimension, e.g. positions.expand(len(x), -1)."
             )
+        if self.row is None:
+            self.seen.append(by_row[0].detach().double())
+            return
         others = by_row.detach().flatten(1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
         others[self.row] = 0
         if bool((others > 0).any()):
@@ -286,8 +320,6 @@ def _trace(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str, nn.
 
 
 def _first_rows(tree: Any, rows: int) -> list[Tensor]:
-    from torch.utils._pytree import tree_leaves
-
     return [t[0].clone() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
 
 
@@ -300,17 +332,23 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Buffers and random states are as they were afterwards."""
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
+def _untouched(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Parameters, buffers and random states are as they were afterwards."""
+    start = {name: t.detach().clone() for name, t in _state(module)}
     devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            yield start
         finally:
-            _restore(module, buffers)
+            _restore(module, start)
 
 
-def _restore(module: nn.Module, buffers: dict[str, Tensor]) -> None:
-    for name, b in module.named_buffers():
-        b.data.copy_(buffers[name])
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a module remembers under a name."""
+    yield from module.named_buffers()
+    yield from module.named_parameters()
+
+
+def _restore(module: nn.Module, state: dict[str, Tensor]) -> None:
+    for name, t in _state(module):
+        t.data.copy_(state[name])
