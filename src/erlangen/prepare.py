@@ -20,7 +20,7 @@ from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, ma
 from erlangen.private import PrivateTraining
 from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
-from erlangen.sampling.records import refuse_repeats, refuse_sampler
+from erlangen.sampling.records import refuse_mixing, refuse_repeats, refuse_sampler
 from erlangen.sampling.units import unit_labels
 from erlangen.workers import Workers
 
@@ -85,6 +85,8 @@ def prepare(
         check = False
     probe = _probe_inputs(module, data_loader)
     limit = workers.decide(lambda: _physical_limit(module, tape, probe, max_physical_batch))
+    if check:
+        refuse_mixing(data_loader, units.grouped)
     if probe is None and check:
         not_checked("batches are not (inputs, …) tensors")
     if probe is not None and check:

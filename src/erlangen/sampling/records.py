@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
 
@@ -55,3 +63,103 @@ def _origins(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         parts = [_origins(part) for part in dataset.datasets]
         return np.concatenate([whose for whose, _ in parts]), np.concatenate([place for _, place in parts])
     return np.full(len(dataset), id(dataset), dtype=np.int64), np.arange(len(dataset))
+
+
+# -- collate functions ----------------------------------------------------------------------------------------------------
+
+#: how often chance is asked whether it mixes: mixup is often left out, or mixes next to nothing
+SEEDS = 8
+
+
+def refuse_mixing(loader: DataLoader, grouped: bool) -> None:
+    """One record more or less changes one row of a batch. Mixup, or a mean over the batch, in the collate function puts a
+    record into the rows of others, whose gradients are clipped as theirs. Where records are ``grouped``, rows keep their order."""
+    dataset: Any = loader.dataset
+    try:
+        rows = [dataset[k] for k in range(min(6, len(dataset)))]
+        base, others = rows[:3], [*rows[3:], *map(_larger, rows[2:3])]
+        whose = _by_record(tree_leaves(_collated(loader, base, 0)), tree_leaves(_collated(loader, base[:-1], 0)), len(base))
+    except Exception:  # its own call will tell
+        return
+    if len(base) < 3 or not whose:
+        return
+    first, again, second = (_rows_of(_collated(loader, base, seed), whose) for seed in (0, 0, 1))
+    if _unmatched(first, again, True):
+        warnings.warn(
+            "whether the collate function mixes records was not checked: it draws random numbers that no seed settles. If it puts "
+            "one record into the rows of others (mixup, cutmix), the guarantee does not hold.",
+            stacklevel=4,
+        )
+        return
+    by_chance = _unmatched(first, second, True) > 0
+    for seed in range(SEEDS if by_chance else 1):
+        before = _rows_of(_collated(loader, base, seed), whose)
+        for other, place in itertools.product(others, range(len(base)) if grouped else [-1]):
+            changed = list(base)
+            changed[place] = other
+            after = _rows_of(_collated(loader, changed, seed), whose)
+            if by_chance and [t.shape for t in before[0]] != [t.shape for t in after[0]]:
+                continue  # other shapes draw other numbers for everybody
+            strange = _unmatched(before, after, grouped)
+            if strange > 1 or (grouped and strange and _equal(before[place], after[place])):
+                raise ValueError(
+                    "the collate function puts a record into the rows of others (mixup, cutmix, a mean over the batch): one record "
+                    "would move several clipped gradients. Do it to each record by itself, or on public data"
+                )
+
+
+def _collated(loader: DataLoader, rows: list[Any], seed: int) -> Any:
+    with _seeded(seed):
+        return loader.collate_fn(copy.deepcopy(rows))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Every global generator starts from ``seed``, and is as it was afterwards."""
+    ours, theirs = random.getstate(), np.random.get_state()  # noqa: NPY002 (what collate functions draw from)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            yield
+        finally:
+            random.setstate(ours)
+            np.random.set_state(theirs)  # noqa: NPY002
+
+
+def _larger(record: Any) -> Any:
+    """A maximum over the batch is seen only if another record has it."""
+    return tree_map(lambda t: 50 * t + 1 if isinstance(t, Tensor) and t.is_floating_point() else t, record)
+
+
+def _by_record(all_rows: list[Any], fewer: list[Any], count: int) -> list[int]:
+    """Which leaves of a batch have one row for each record."""
+    like = lambda t, n: isinstance(t, Tensor) and t.ndim > 0 and len(t) == n  # noqa: E731
+    return [k for k, (a, b) in enumerate(zip(all_rows, fewer)) if like(a, count) and like(b, count - 1)]
+
+
+def _rows_of(batch: Any, whose: list[int]) -> list[list[Tensor]]:
+    """The parts of each row."""
+    leaves = tree_leaves(batch)
+    return [[leaves[k][r] for k in whose] for r in range(len(leaves[whose[0]]))]
+
+
+def _unmatched(before: list[list[Tensor]], after: list[list[Tensor]], in_order: bool) -> int:
+    """How many rows of one batch are not in the other, padding aside."""
+    if in_order:
+        return sum(not _equal(a, b) for a, b in zip(before, after))
+    left = list(after)
+    for a in before:
+        found = next((k for k, b in enumerate(left) if _equal(a, b)), None)
+        if found is not None:
+            del left[found]
+    return len(left)
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    for one, other in zip(a, b, strict=True):
+        common = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape))
+        if not torch.allclose(one[common].double(), other[common].double(), equal_nan=True):
+            return False
+    return True
