@@ -21,7 +21,7 @@ _WORDS, _FIRST_WORD = 624, 24
 @dataclass(frozen=True)
 class Stream:
     """A family of generators, one per step. With ``seed=None`` the seed is drawn from the system and kept nowhere, and
-    deep copies of the stream, and processes that were forked with it, draw other numbers, each its own."""
+    deep copies and pickles of the stream, and processes that were forked with it, draw other numbers, each its own."""
 
     purpose: str
     seed: int | None = None
@@ -44,17 +44,30 @@ class Stream:
         fixed = self.seed is not None or self._shared
         return self if fixed else replace(self, _entropy=secrets.token_hex(16))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Process numbers come again (in every container), so entropy that is written down would be drawn from twice."""
+        entropy = self._entropy if self.seed is not None or self._shared else None
+        return _read, (self.purpose, self.seed, self.run_id, self.rank, entropy, self._shared)
+
+    @property
+    def root(self) -> str:
+        """What tells this stream from its copies: what was drawn at another root belongs to somebody else."""
+        own = "" if self._shared else f":{os.getpid()}"  # a fork has the entropy of its parent, and must not have its noise
+        return f"seed:{self.seed}" if self.seed is not None else f"entropy:{self._entropy}{own}"
+
     def at(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """The generator of one step, the same whenever it is asked for."""
-        own = "" if self._shared else f":{os.getpid()}"  # a fork has the entropy of its parent, and must not have its noise
-        root = f"seed:{self.seed}" if self.seed is not None else f"entropy:{self._entropy}{own}"
-        name = f"{root}|run:{self.run_id}|purpose:{self.purpose}|rank:{self.rank}|step:{step}"
+        name = f"{self.root}|run:{self.run_id}|purpose:{self.purpose}|rank:{self.rank}|step:{step}"
         device = torch.device(device)
         if device.type != "cpu":
             name += f"|device:{device.type}:{device.index or 0}"
         words = hashlib.shake_256(name.encode()).digest(8 + 4 * _WORDS)
         generator = torch.Generator(device=device).manual_seed(int.from_bytes(words[:8], "little") & (2**63 - 1))
         return _filled(generator, words[8:]) if device.type == "cpu" else generator
+
+
+def _read(purpose: str, seed: int | None, run_id: str, rank: int, entropy: str | None, shared: bool) -> Stream:
+    return Stream(purpose, seed, run_id, rank, secrets.token_hex(16) if entropy is None else entropy, shared)
 
 
 def _filled(generator: torch.Generator, words: bytes) -> torch.Generator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import pickle
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from scipy import stats
 
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.noise import GRID, SecureNoise, StreamNoise, secure_normal
+from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream, secure_uniform
 from tests.alone import alone
 
@@ -163,6 +165,33 @@ def test_copies_of_a_mechanism_draw_noise_of_their_own():
         copies = [copy.deepcopy(mechanism) for _ in range(2)]
         draws = {tuple(m.release(nobody)["w"].tolist()) for m in (mechanism, *copies)}
         assert len(draws) == (1 if same else 3)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda made: pickle.loads(pickle.dumps(made)), "copy": copy.copy}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("begun", [False, True])
+def test_no_way_of_copying_noise_draws_it_again(name, begun):
+    """Entropy in a pickle, read by the first process of two containers, gave both the same noise; and so did a copy that was
+    taken in the middle of a release."""
+    for seed, different in ((None, 3), (3, 1)):
+        source = StreamNoise(seed)
+        if begun:
+            source.next_release()
+            source.perturb(torch.zeros(2), 1.0)
+        sources = [COPIES[name](source), COPIES[name](source), source]
+        for one in sources if not begun else ():
+            one.next_release()
+        assert len({tuple(one.perturb(torch.zeros(5), 1.0).tolist()) for one in sources}) == different
+
+
+def test_pickled_samplers_draw_batches_of_their_own_unless_workers_share_them():
+    for sampler, different in ((PoissonSampler(200, 100), 3), (PoissonSampler(200, 100, seed=1), 1)):
+        copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
+        assert len({tuple(one.draw().tolist()) for one in (sampler, *copies)}) == different
+    shared = Stream("sampling").sharing("00" * 32)
+    assert pickle.loads(pickle.dumps(shared)) == shared
 
 
 def test_noise_needs_an_open_release():

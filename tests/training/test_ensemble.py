@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import multiprocessing
@@ -444,3 +445,25 @@ def test_forked_ensembles_draw_noise_of_their_own():
     """They draw other batches, so that the same noise would hide two different sums."""
     one, other = map(torch.tensor, alone(trained_after_fork))
     assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.5
+
+
+def batches_after_fork() -> list[list[int]]:
+    """The next batch of a process of draws that both sides of a fork hold, in the middle of a block."""
+    process, context = PoissonProcess(400, 200, Stream("sampling")), multiprocessing.get_context("fork")
+    process.draw(3)
+    answers = context.SimpleQueue()
+    child = context.Process(target=lambda: answers.put(process.draw(1)[0].tolist()))
+    child.start()
+    found = [answers.get(), process.draw(1)[0].tolist()]
+    child.join()
+    return found
+
+
+def test_forks_and_copies_draw_batches_of_their_own_in_the_middle_of_a_block():
+    """Two releases on one draw cost more than two on a draw each, which is what both sides account."""
+    one, other = alone(batches_after_fork)
+    assert one != other
+    for seed, same in ((None, False), (3, True)):
+        process = PoissonProcess(400, 200, Stream("sampling", seed))
+        process.draw(3)
+        assert np.array_equal(copy.deepcopy(process).draw(1)[0], process.draw(1)[0]) is same

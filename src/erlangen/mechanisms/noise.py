@@ -11,6 +11,7 @@ answer: timing and other side channels of the machine, and whoever can read its 
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,13 @@ class StreamNoise(NoiseSource):
         if device not in self._generators:
             self._generators[device] = self._stream.at(self._step, device)
         return self._generators[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies draw from streams of their own, in the middle of a release too."""
+        return self.__dict__ if self.seeded else {**self.__dict__, "_generators": {}}
+
+    def __copy__(self) -> StreamNoise:
+        return copy.deepcopy(self)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}

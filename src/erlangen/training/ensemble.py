@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -148,7 +147,7 @@ class Ensemble:
         members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
         self.seeded = all(c.seed is not None for c in self.configs)
         self._noise = Stream(f"noise|{members}", 0 if self.seeded else None)
-        self.generator, self._process = self._noise.at(0, self.device), os.getpid()
+        self.generator, self._drawn_from = self._noise.at(0, self.device), self._noise.root
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -198,8 +197,9 @@ class Ensemble:
         self.releases += steps  # a chunk that is broken off counts in full
         self._forget()
         self.steps_taken.fill_(self.step_count)
-        if not self.seeded and self._process != os.getpid():  # a fork draws batches of its own, and so it must its noise
-            self.generator, self._process = self._noise.at(0, self.device), os.getpid()
+        if self._drawn_from != self._noise.root:  # a fork or a copy draws batches of its own, and so it must its noise
+            self.generator, self._drawn_from = self._noise.at(0, self.device), self._noise.root
+            self._graphs = None
         table, passes = self.batches.draw(steps)
         self._load(table)
         part, whole = self._calls()

@@ -24,19 +24,22 @@ class PoissonProcess:
     def __init__(self, records: int, batch: float, stream: Stream) -> None:
         self.records, self.q, self.stream, self.step = records, batch / records, stream, 0
         self._held: list[np.ndarray] = []
+        #: the root of the stream that they were drawn from: copies and forks draw batches of their own
+        self._of = stream.root
 
     def draw(self, steps: int) -> list[np.ndarray]:
         """The next ``steps`` batches."""
         batches = []
         for _ in range(steps):
             block, place = divmod(self.step, self.BLOCK)
-            if place == 0 or not self._held:
+            if place == 0 or not self._held or self._of != self.stream.root:
                 self._held = self._block(block)
             batches.append(self._held[place])
             self.step += 1
         return batches
 
     def _block(self, block: int) -> list[np.ndarray]:
+        self._of = self.stream.root
         if self.q >= 1:
             return [np.arange(self.records)] * self.BLOCK
         rng = np.random.Generator(np.random.PCG64(self.stream.at(block).initial_seed()))
