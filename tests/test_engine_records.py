@@ -18,9 +18,14 @@ from torch.utils.data import (
 )
 
 import erlangen
+from erlangen import lipschitz
 from erlangen.data import from_torch
 from erlangen.gradients.independence import MixesSamples, check_loss
-from erlangen.mechanisms import GaussianMechanism
+from erlangen.lipschitz.backward_clip import AdaptiveBackwardClip
+from erlangen.mechanisms import GaussianMechanism, Mechanism
+from erlangen.mechanisms.geodp import Angles
+
+LOSS = lipschitz.CrossEntropy(4.0)
 
 
 def records(count: int = 12) -> TensorDataset:
@@ -32,8 +37,8 @@ def private(dataset: Dataset, module: nn.Module | None = None, engine=None, **op
     module = nn.Linear(5, 3) if module is None else module
     loading = {k: options.pop(k) for k in ("sampler", "collate_fn") if k in options}
     batch = options.pop("batch", len(dataset))
-    if "mechanism" not in options:
-        options |= {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
+    if not isinstance(options.get("mechanism", ""), Mechanism):
+        options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0} | options
     return (engine or erlangen.PrivacyEngine(seed=0)).make_private(
         module=module, optimizer=torch.optim.SGD(module.parameters(), 1.0),
         data_loader=DataLoader(dataset, batch_size=batch, **loading), **options,
@@ -231,3 +236,51 @@ def test_trainings_that_share_a_mechanism_do_not_share_a_sum():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert sum(float(p.grad.norm()) ** 2 for p in model.parameters()) <= 1
+
+
+# -- batches that broke off -----------------------------------------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.both = nn.Linear(5, 3), nn.Linear(5, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(x) if self.both else self.left(x)
+
+
+def test_a_batch_that_broke_off_is_not_in_the_next_release():
+    """Angles refuse a batch that one layer did not see, after its magnitudes were added: whoever went on with the next batch
+    released both behind the noise of one."""
+    model, mechanism = Halves(), Angles(0.0, 1.0)
+    _, optimizer, loader = private(records(), model, mechanism=mechanism)
+    for both in (False, False, True):
+        model.both = both
+        x, y = next(iter(loader))
+        F.cross_entropy(model(x), y).backward()
+        if not both:
+            with pytest.raises(ValueError, match="angles need every parameter's gradient"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        released = 12 * float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    assert 0 < released <= 12
+
+
+def test_counts_of_a_batch_that_was_not_drawn_are_not_released():
+    """A step that is refused had moved its counts into the next release already."""
+    clip = AdaptiveBackwardClip(1e-6, count_std=1.0)
+    model = lipschitz.Sequential(lipschitz.BoundedInput((5,), 1.0), lipschitz.SpectralDense(5, 3), clip)
+    dataset = TensorDataset(records().tensors[0], records().tensors[1])
+    _, optimizer, loader = private(dataset, model, noise_multiplier=1e-3, mechanism="clipless", criterion=LOSS)
+    x, y = dataset.tensors
+    LOSS(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="not drawn"):
+        optimizer.step()
+    for x, y in loader:
+        LOSS(model(x), y).backward()
+        before = clip.pending
+        assert clip.total == 0
+        assert abs(before) <= 6
+        optimizer.step()

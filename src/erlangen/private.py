@@ -92,11 +92,12 @@ class PrivateTraining:
     @torch.no_grad()
     def take(self) -> bool:
         """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
+        self._pending = True  # first: whatever is broken off here may have been added in part, and is forgotten with the batch
         gradients = None if self.summed else self.tape.gradients()
         self._tickets.take()
         if gradients is not None:
             self.accumulate(gradients)
-        self._pending, self.summed = True, False
+        self.summed = False
         if not self._last:
             self._clear_gradients()
             return False
