@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from erlangen.accounting.certificate_check import verify
 from erlangen.data import from_torch
 from erlangen.data.arrays import from_arrays
 from erlangen.data.base import Dataset
+from erlangen.gradients.rows import RowMap
+from erlangen.mechanisms import GaussianMechanism
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.ensemble import Ensemble
 from erlangen.training.run import resume, train
+from erlangen.training.validate import validate
 
 CONFIG = TrainConfig(epsilon=None, noise_multiplier=1.0, batch=8, steps=1, model="mlp", device="cpu")
 
@@ -82,3 +87,31 @@ def test_private_images_do_not_pass_for_public_ones(shared):
             from_arrays("own", own)
     else:
         assert any(f"{shared} of the 20" in note for note in from_arrays("own", own).notes) is (shared > 0)
+
+
+def test_records_that_are_protected_as_groups_are_not_promised_to_be_protected_one_by_one(tmp_path):
+    """Records of a group are averaged, and the average is clipped: adding one record turned it around and moved the sum by two
+    bounds, where the certificate had said one bound for each record."""
+    pairs = TensorDataset(torch.rand(12, 1, 8, 8), torch.arange(12) % 2)
+    grouped = from_torch(pairs, unit=[k // 3 for k in range(12)])
+    found = certified(grouped, tmp_path, batch=2)
+    assert (found["unit"], found["sampler"]["units"], found["config"]["unit"]) == ("group", 4, "group")
+    assert verify(tmp_path / "run" / "certificate.json") == []
+    resume(tmp_path / "run", say=lambda text: None, dataset=grouped)
+    with pytest.raises(ConfigError, match="protects each group"):
+        validate(tmp_path / "run", tmp_path / "other.npz", 1.0)
+
+    one = GaussianMechanism(0.0, 1.0)
+    sums = []
+    for rows in ([[1.0, 0.0]], [[1.0, 0.0], [-9.0, 0.0]]):
+        mean = RowMap.of(torch.zeros(len(rows), dtype=torch.long)).sum_rows(torch.tensor(rows) / len(rows))
+        sums.append(one.release({"w": mean}, 1.0)["w"])
+    assert float((sums[0] - sums[1]).norm()) > 1.99
+
+
+def test_an_ensemble_does_not_pass_over_whose_records_are(tmp_path):
+    """It sampled and clipped the three records of a patient one by one: together they moved the sum by three bounds."""
+    pairs = TensorDataset(torch.rand(12, 1, 8, 8), torch.arange(12) % 2)
+    with pytest.raises(ConfigError, match="says whose each record is"):
+        Ensemble([CONFIG], from_torch(pairs, unit=[k // 3 for k in range(12)]))
+    Ensemble([CONFIG], from_torch(pairs))

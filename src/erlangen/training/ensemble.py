@@ -72,6 +72,11 @@ class Ensemble:
         if not configs:
             raise ConfigError("an ensemble needs at least one member")
         self.dataset = load(configs[0].data) if dataset is None else dataset
+        if self.dataset.unit is not None:
+            raise ConfigError(
+                f"the data set {self.dataset.name!r} says whose each record is, and an ensemble protects single records only: whoever "
+                "has k of them could move a sum by k bounds. Train it with Session"
+            )
         self.configs = [_settled(config, len(self.dataset)) for config in configs]
         self.config = _common(self.configs)
         self.run_ids = list(run_ids) if run_ids is not None else [f"member-{k}" for k in range(len(configs))]

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,8 @@ class Session:
                 f"protected by itself, and the certificate would promise it to every {config.unit}. Hand over a data set with "
                 "units (from_torch(…, unit=…)), or leave unit out"
             )
+        if dataset.unit is not None and config.unit is None:  # records that are averaged before they are clipped: one of them
+            config = replace(config, unit="group")  # can move its group's gradient by two bounds, and only the group's is C
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
         #: made before the first step (the normalisation, if it was asked for); the ledger must have them first
@@ -148,13 +151,10 @@ class Session:
         return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model  # type: ignore[call-overload]
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        config, known = self.config, optimizers()
-        if config.optimizer not in known:
-            raise ConfigError(
-                f"optimizer is {config.optimizer!r}; choose one of {', '.join(sorted(known))}.{hint(config.optimizer, known)}"
-            )
+        config = self.config
+        require_optimizer(config)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        return known[config.optimizer](parameters, config.lr, config.momentum, config.weight_decay)
+        return optimizers()[config.optimizer](parameters, config.lr, config.momentum, config.weight_decay)
 
     def _rate(self, step: int) -> float:
         begun = min(1.0, (step + 1) / (self.config.warm_up + 1))
@@ -387,14 +387,21 @@ class Session:
 
 def require_known(config: TrainConfig) -> None:
     """Names that nothing answers to are refused here, before anything is read or computed."""
-    known = {
-        "model": ["auto", *models()], "mechanism": sorted(mechanisms()), "clipping": sorted(clipping_rules()),
-        "optimizer": sorted(optimizers()),
-    }  # fmt: skip
+    require_optimizer(config)
+    known = {"model": ["auto", *models()], "mechanism": sorted(mechanisms()), "clipping": sorted(clipping_rules())}
     for option, names in known.items():
         given = getattr(config, option)
         if given not in names:
-            raise ConfigError(f"{option} is {given!r}; choose one of {', '.join(names)}.{hint(given, names)}")
+            raise ConfigError(
+                f"{option} is {given!r}; choose one of {', '.join(names)}, or name the file that registers it: --plugin FILE."
+                f"{hint(given, names)}"
+            )
+
+
+def require_optimizer(config: TrainConfig) -> None:
+    name, known = config.optimizer, sorted(optimizers())
+    if name not in known:
+        raise ConfigError(f"optimizer is {name!r}; choose one of {', '.join(known)}.{hint(name, known)}")
 
 
 def load_data(config: TrainConfig) -> Dataset:
