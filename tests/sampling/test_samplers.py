@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from torch.utils.data import TensorDataset
 
 from erlangen.accounting import epsilon, gaussian
+from erlangen.data import from_torch
 from erlangen.sampling import PoissonSampler, ShuffledBatches, Units, samplers
 
 
@@ -98,3 +103,21 @@ def test_records_and_nobody():
     assert [len(r) for r, _ in units.physical(torch.zeros(0, dtype=torch.long), 2)] == [0]
     grouped = Units(3, ["a", "b", "a"])
     assert [len(r) for r, _ in grouped.physical(torch.zeros(0, dtype=torch.long), 2)] == [0]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["p1", "p2", float("nan"), float("nan")], ["p1", None, None, "p2"], ["p1", "", "", "p2"], [1.0, math.nan, math.nan, 2.0],
+        np.array(["p1", "", "", "p2"]), np.array(["p1", None, None, "p2"], dtype=object),
+        np.array(["2020-01-01", "NaT", "NaT", "2020-01-02"], dtype="datetime64[D]"),
+    ],
+)  # fmt: skip
+def test_records_of_nobody_are_not_one_unit_together(labels):
+    """numpy turned two NaN among names into the unit 'nan': strangers in it moved each other's clipped average by two bounds."""
+    with pytest.raises(ValueError, match=r"no value .* for record [12]: give every record an id"):
+        Units(4, labels)
+    with pytest.raises(ValueError, match="no value"):
+        from_torch(TensorDataset(torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])), unit=labels)
+    assert Units(4, ["nancy", "0", "nancy", "p"]).count == 3
+    assert Units(4, torch.tensor([0, 0, 1, 2])).count == 3

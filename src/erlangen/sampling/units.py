@@ -23,13 +23,12 @@ class Units:
         if labels is None:
             self.count, self._of_row, self._order, self._start = rows, None, None, None
             return
+        refuse_missing(labels)
         array = np.asarray(labels)
         if len(labels) != rows:
             raise ValueError(f"unit has {len(labels)} labels for {rows} records: give one label per record")
         if array.ndim != 1:
             raise ValueError(f"unit has shape {array.shape} for {rows} records: give one label per record")
-        if np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
-            raise ValueError(f"unit has no value (NaN) for record {int(np.isnan(array).argmax())}: give every record an id")
         _, of_row = np.unique(array, return_inverse=True)
         self._of_row = torch.from_numpy(of_row.reshape(-1).astype(np.int64))
         self.count = int(self._of_row.max()) + 1 if rows else 0
@@ -102,6 +101,29 @@ class Units:
         return torch.searchsorted(rows, wanted)
 
 
+def refuse_missing(labels: Sequence[Any] | np.ndarray) -> None:
+    """Records of nobody would be one unit together, in which each could turn the others' gradient around."""
+    array = labels if isinstance(labels, np.ndarray) else np.asarray(labels)
+    if array.dtype.kind in "fmM":
+        missing = np.isnan(array) if array.dtype.kind == "f" else np.isnat(array)
+    elif array.dtype.kind in "OUS":  # one by one: numpy writes NaN as text where the others are text
+        missing = np.array([_is_missing(value) for value in labels], dtype=bool)
+    else:
+        return
+    if missing.any():
+        row = int(missing.reshape(len(missing), -1).any(1).argmax())
+        raise ValueError(f"unit has no value ({str(labels[row])!r}) for record {row}: give every record an id")
+
+
+def _is_missing(value: Any) -> bool:
+    try:
+        return bool(value is None or value != value or value == "" or value == b"")
+    except TypeError:  # of values that are not known to be anything
+        return True
+    except ValueError:  # of several numbers for one record: their shape is refused
+        return False
+
+
 @dataclass(frozen=True)
 class Share:
     """One worker's part of a logical batch: its physical batches, and where its rows lie among the rows of all."""
@@ -127,13 +149,20 @@ def _join(batch: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 def unit_labels(dataset: Any, unit: str | Sequence[Any] | None) -> Sequence[Any] | None:
     """Labels from a sequence, an attribute of the data set, or a key of its (mapping) samples."""
     if unit is None or not isinstance(unit, str):
-        return unit
-    if hasattr(dataset, unit):
-        return list(getattr(dataset, unit))
-    first = dataset[0] if len(dataset) else None
-    if isinstance(first, dict) and unit in first:
-        return [_plain(dataset[i][unit]) for i in range(len(dataset))]
-    raise ValueError(
+        found = unit
+    elif hasattr(dataset, unit):
+        found = list(getattr(dataset, unit))
+    elif len(dataset) and isinstance(dataset[0], dict) and unit in dataset[0]:
+        found = [_plain(dataset[i][unit]) for i in range(len(dataset))]
+    else:
+        raise _unknown(dataset, unit)
+    if found is not None:
+        refuse_missing(found)
+    return found
+
+
+def _unknown(dataset: Any, unit: str) -> ValueError:
+    return ValueError(
         f"unit={unit!r} is neither an attribute of {type(dataset).__name__} nor a key of its samples; "
         "pass a sequence with one label per record"
     )

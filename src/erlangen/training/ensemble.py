@@ -74,8 +74,8 @@ class Ensemble:
         self.dataset = load(configs[0].data) if dataset is None else dataset
         if self.dataset.unit is not None:
             raise ConfigError(
-                f"the data set {self.dataset.name!r} says whose each record is, and an ensemble protects single records only: whoever "
-                "has k of them could move a sum by k bounds. Train it with Session"
+                f"the data set {self.dataset.name!r} says whose each record is, and an ensemble protects single records only: "
+                "whoever has k of them could move a sum by k bounds. Train it with Session"
             )
         self.configs = [_settled(config, len(self.dataset)) for config in configs]
         self.config = _common(self.configs)
