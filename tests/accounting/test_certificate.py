@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -13,6 +14,7 @@ import pytest
 
 import erlangen.accounting as acc
 from erlangen.accounting import certificate as cert
+from erlangen.accounting import ledger_format as fmt
 from erlangen.accounting import signing
 from erlangen.accounting.certificate_check import check, verify
 from erlangen.accounting.certificate_text import markdown
@@ -303,3 +305,18 @@ def test_noise_without_a_stream_is_normal_and_never_the_same():
 def test_bad_metrics_input(call):
     with pytest.raises(ValueError):
         call()
+
+
+def test_a_ledger_that_defines_a_release_twice_counts_both(tmp_path):
+    """Each of the two kinds was compared with the certificate by itself: half of the releases were never asked about."""
+    header = {"ledger": 1, "run": "twice", "data": "d", "unit": "record", "block": 1, "growth": 0.4}
+    lines, last = [], ""
+    for record in (header, {"define": 0, **STEP.to_json()}, [0, 10], {"define": 1, **STEP.to_json()}, [1, 10]):
+        line, last = fmt.encode(record, last)
+        lines.append(line)
+    for name in ("ledger.jsonl", "ledger.jsonl.copy"):
+        (tmp_path / name).write_bytes(b"".join(lines))
+    book = read_ledger(tmp_path / "ledger.jsonl")
+    assert verify(cert.save(cert.build(book, 1e-5, FACTS), tmp_path)) == []
+    half = dataclasses.replace(book, releases=book.releases[:1], counts=book.counts[:1])
+    assert "the ledger counts 20" in verify(cert.save(cert.build(half, 1e-5, FACTS), tmp_path))[0]

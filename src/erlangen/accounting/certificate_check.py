@@ -222,11 +222,16 @@ def _against_ledger(document: Mapping[str, Any], releases: list[tuple[Release, i
     for release, count in releases:
         key = strict_json.dumps(release.to_json())
         certified[key] = certified.get(key, 0) + count
+    counted: dict[str, int] = {}
+    for release, count in zip(book.releases, book.counts):  # two kinds of a ledger may be the same release
+        key = strict_json.dumps(release.to_json())
+        counted[key] = counted.get(key, 0) + count
+    kinds = {strict_json.dumps(release.to_json()): release for release in book.releases}
     problems = []
-    for release, count in zip(book.releases, book.counts):
-        listed = certified.get(strict_json.dumps(release.to_json()), 0)
+    for key, count in counted.items():
+        listed = certified.get(key, 0)
         if count > listed:
-            problems.append(f"the ledger counts {count} releases of {release.event!r:.80}, the certificate {listed}")
+            problems.append(f"the ledger counts {count} releases of {kinds[key].event!r:.80}, the certificate {listed}")
     if book.data != document["data"].get("fingerprint"):
         problems.append("the data fingerprint is not the ledger's")
     return problems
