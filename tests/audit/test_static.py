@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from erlangen.audit import static
+from erlangen.audit import Subject, audit_registered, static
 from erlangen.audit.flow import adversarial
 from erlangen.audit.verdict import CONSISTENT, corrected, overall
 from erlangen.gradients.registry import registered, registered_by_name
-from erlangen.mechanisms import mechanisms
+from erlangen.mechanisms import GaussianMechanism, mechanisms
 from erlangen.mechanisms.clipping import clipping_rules
 from erlangen.mechanisms.companions import companions
 from erlangen.sampling import samplers
@@ -61,3 +61,31 @@ def test_hostile_gradients_are_of_every_kind():
     assert {v.dtype for v, _ in canaries} == {torch.float32, torch.float64, torch.bfloat16}
     assert any(v.dtype == torch.bfloat16 and bool(v.isnan().any()) for v, _ in canaries)
     assert {others for _, others in canaries} >= {0, 5, 40}
+
+
+class Louder(GaussianMechanism):
+    """States twice the noise on every coordinate that its covariance has."""
+
+    def noise_std(self, name):
+        return 2 * super().noise_std(name)
+
+
+def test_noise_that_is_stated_in_two_ways_is_stated_alike():
+    def build(kind):
+        mechanism = kind(1.0, 0.7)
+        mechanism.bind({"w": torch.zeros(3, 2)}, static.BATCH)
+        return mechanism
+
+    shapes = {"w": torch.Size((3, 2))}
+    assert static.audit_covariance(Subject("sound", lambda: build(GaussianMechanism), shapes)).verdict == CONSISTENT
+    found = static.audit_covariance(Subject("louder", lambda: build(Louder), shapes))
+    assert found.verdict == "violated"
+    assert "noise_std" in found.reason
+
+
+def test_one_registered_thing_alone():
+    assert {f.audit for f in audit_registered("iso")} == {"flow", "covariance", "training step", "session"}
+    assert {f.audit for f in audit_registered("psac")} == {"clipping", "constants", "flow"}
+    assert [f.subject for f in audit_registered("GroupNorm")] == ["GroupNorm"]
+    with pytest.raises(ValueError, match="Did you mean 'GroupNorm'"):
+        audit_registered("groupnrm")

@@ -101,6 +101,10 @@ MISUSE = [
     (["compare", "--data", "nowhere.npz", "--mechanism", "iso,spectal"], "Did you mean 'spectral'?"),
     (["compare", "--data", "nowhere.npz", "--mechanism", "iso", "--model", "cnnn"], "Did you mean 'cnn'"),
     (["compare", "--data", "nowhere.npz", "--mechanism", "iso,rep", "--model-for", "rep=c8cnn"], "Did you mean 'c8-cnn'"),
+    (["train", "--plugin"], "--plugin has no value"),
+    (["train", "--plugin", "nowhere.py"], "where there is no file"),
+    (["train", "--plugin=no.such.module"], "put its folder on PYTHONPATH"),
+    (["audit", "static", "--only", "linear"], "Did you mean 'Linear'"),
     (["tan", "--set", "data=nowhere.npz", "--set", "optimizer=adm"], "Did you mean 'adam'"),
 ]
 
@@ -108,6 +112,7 @@ MISUSE = [
 @pytest.mark.parametrize(("args", "words"), MISUSE)
 def test_misuse_exits_2_with_words_and_one_object(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ERLANGEN_PLUGINS", "")  # what --plugin adds ends with the test
     done = CliRunner().invoke(app, [*args, *(["--out", "r"] if args[0] == "train" else []), "--json"])
     assert done.exit_code == 2, (done.stdout, done.stderr)
     assert words in done.stderr

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from erlangen.accounting import epsilon, gaussian
 from erlangen.gradients import PerSampleGradients
-from erlangen.mechanisms import Diagonal, GaussianMechanism, StreamNoise, mechanisms
+from erlangen.mechanisms import Diagonal, GaussianMechanism, Geometry, StreamNoise, mechanisms
 from erlangen.mechanisms.clipping import PSAC, AdaptiveQuantile, AutoS, Flat, PerLayer, clipping_rules, make_clipping
 from erlangen.mechanisms.denoise import JamesStein
 
@@ -131,6 +131,37 @@ def test_the_released_covariance_is_the_declared_one(geometry):
     assert eigenvalues.max() < 1.15
     std = torch.cat([torch.as_tensor(mechanism.noise_std(k)).expand(s).flatten() for k, s in SHAPES.items()])
     torch.testing.assert_close(declared.diagonal().sqrt(), std.double())
+
+
+class Skewed(Geometry):
+    """T⁺ is a fixed dense matrix on each parameter; it says nothing of its energy."""
+
+    def _matrix(self, size, like):
+        random = torch.randn(size, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+        return (torch.eye(size, dtype=torch.float64) + 0.3 * random).to(like)
+
+    def forward(self, name, g):
+        d = torch.Size(SHAPES[name]).numel()
+        return (g.flatten(-len(SHAPES[name])) @ torch.linalg.inv(self._matrix(d, g)).T).view(g.shape)
+
+    def inverse(self, name, c):
+        d = torch.Size(SHAPES[name]).numel()
+        return (c.flatten(-len(SHAPES[name])) @ self._matrix(d, c).T).view(c.shape)
+
+
+def test_a_geometry_that_does_not_say_its_energy_is_measured(monkeypatch):
+    """Attacks and denoisers go by `noise_std`: a geometry that only says how to map back must not look isotropic."""
+    mechanism = GaussianMechanism(2.0, 1.5, Skewed(), StreamNoise(seed=3))
+    mechanism.bind({k: torch.zeros(s) for k, s in SHAPES.items()})
+    for k in SHAPES:
+        std = mechanism.noise_std(k)
+        torch.testing.assert_close(std.flatten().double(), mechanism.covariance(k).diagonal().sqrt(), rtol=1e-5, atol=1e-6)
+        assert float(std.max() / std.min()) > 1.05
+    monkeypatch.setattr("erlangen.mechanisms.geometry.MEASURED", 3)
+    fresh = GaussianMechanism(2.0, 1.5, Skewed())
+    fresh.bind({k: torch.zeros(s) for k, s in SHAPES.items()})
+    with pytest.raises(NotImplementedError, match=r"define energy\(name, like\)"):
+        fresh.noise_std("w")
 
 
 def test_diagonal_geometry_clips_in_its_own_norm():

@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from erlangen import plugins
 from erlangen.audit import static, trust
 from erlangen.audit.kept import Kept
 from erlangen.audit.table import Entry, Tell, audit_entry, audit_opacus, wanted
@@ -192,7 +193,7 @@ def _alone(todo: list[Task], tell: Tell, kept: Kept) -> list[Any]:
 def _shared(todo: list[Task], tell: Tell, jobs: int, kept: Kept) -> list[Any]:
     """By ``jobs`` fresh processes: a forked one would share the threads and the random state of this one."""
     missing = [task for task in todo if task not in kept]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), plugins.load) as pool:
         futures = {pool.submit(timed, task): task for task in missing}
         for count, future in enumerate(as_completed(futures)):
             kept.add(futures[future], *future.result())

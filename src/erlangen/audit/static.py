@@ -19,7 +19,7 @@ from torch import nn
 from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
 from erlangen.audit.ensembles import Process, audit_ensemble
-from erlangen.audit.examples import bounded_examples, combinations_of_layers, layer_examples
+from erlangen.audit.examples import Example, bounded_examples, combinations_of_layers, layer_examples
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Releaser, Subject
@@ -118,9 +118,11 @@ class Recipe:
         )  # fmt: skip
 
 
-def recipes(**settings: Any) -> Iterator[Recipe | tuple[str, str]]:
-    """A recipe for every variant of every registered mechanism, or (name, why it could not be built)."""
+def recipes(only: str | None = None, **settings: Any) -> Iterator[Recipe | tuple[str, str]]:
+    """A recipe for every variant of every registered mechanism (or one), or (name, why it could not be built)."""
     for name, builder in mechanisms().items():
+        if only not in (None, name):
+            continue
         for options in VARIANTS.get(name, getattr(builder, "audited", ({},))):
             yield first_that_builds(name, options, **settings)
 
@@ -155,6 +157,13 @@ def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
     if stated is None:
         return unable(subject.name, "covariance", "the mechanism states no finite covariance, or too large a one")
     drawn = releaser.draw(nobody, trials).double() * scale
+    stds = ((torch.as_tensor(mechanism.noise_std(n)), s) for n, s in subject.shapes.items())
+    spread = torch.cat([std.double().cpu().expand(shape).flatten() for std, shape in stds])
+    off = float((spread.square() - stated.diagonal()).abs().max() / stated.diagonal().max().clamp_min(1e-30))
+    if off > 1e-3:  # attacks and denoisers go by it
+        return failed(
+            subject.name, "covariance", f"noise_std and the diagonal of covariance disagree by {off:.2g} of the largest variance"
+        )
     values, vectors = torch.linalg.eigh(stated)
     live = values > 1e-9 * values.max()
     silent = float((drawn @ vectors[:, ~live]).abs().max()) if bool((~live).any()) else 0.0
@@ -236,18 +245,22 @@ def _mechanisms(progress: Callable[[str], None]) -> Iterator[Finding]:
             yield unable(recipe[0], "flow", f"could not be built: {recipe[1]}")
             continue
         progress(recipe.name)
-        mechanism = recipe.build()
-        seen.add(type(mechanism))
-        yield guarded(recipe.name, "flow", _flow, recipe)
-        if states_its_covariance(mechanism):
-            yield guarded(recipe.name, "covariance", _covariance, recipe)
-        for build in recipe.steps():
-            yield guarded(recipe.name, "training step", audit_step, build)
+        seen.add(type(recipe.build()))
+        yield from audit_releases_of(recipe)
     for name, sharded in sharded_builds().items():
         progress(name)
         yield guarded(name, "flow", _alone_in_a_group, sharded, seen)
     for kind in missing(Mechanism, seen):
         yield unseen(kind, "flow")
+
+
+def audit_releases_of(recipe: Recipe) -> Iterator[Finding]:
+    """One variant of a mechanism: its release alone, the noise it states, and a step of training."""
+    yield guarded(recipe.name, "flow", _flow, recipe)
+    if states_its_covariance(recipe.build()):
+        yield guarded(recipe.name, "covariance", _covariance, recipe)
+    for build in recipe.steps():
+        yield guarded(recipe.name, "training step", audit_step, build)
 
 
 def sharded_builds() -> dict[str, Callable[[Any], Mechanism]]:
@@ -291,12 +304,17 @@ def _sessions(progress: Callable[[str], None]) -> Iterator[Finding]:
     """Every mechanism in training sessions, with options that stand together."""
     for k, recipe in enumerate(r for r in recipes() if isinstance(r, Recipe)):
         progress(f"sessions with {recipe.name}")
-        loss = {"loss": "cross-entropy"} if "loss" in recipe.options else {}
-        mechanism = {"mechanism": recipe.mechanism, "mechanism_options": {**recipe.options, **loss}}
-        yield guarded(recipe.name, "session", audit_sessions, k, mechanism)
+        yield audit_sessions_of(recipe, k)
     for device in devices():
         if device != "cpu":
             yield guarded(f"iso, crowds on {device}", "session", audit_crowds, {"mechanism": "iso"}, device)
+
+
+def audit_sessions_of(recipe: Recipe, k: int = 0) -> Finding:
+    """One variant of a mechanism in whole sessions: the ``k``-th share of the combinations of options."""
+    loss = {"loss": "cross-entropy"} if "loss" in recipe.options else {}
+    mechanism = {"mechanism": recipe.mechanism, "mechanism_options": {**recipe.options, **loss}}
+    return guarded(recipe.name, "session", audit_sessions, k, mechanism)
 
 
 def _restarts(progress: Callable[[str], None]) -> Iterator[Finding]:
@@ -344,14 +362,19 @@ def _covariance(name: str, recipe: Recipe) -> Finding:
 
 
 def _clipping(progress: Callable[[str], None]) -> Iterator[Finding]:
-    for name, rule in clipping_rules().items():
+    for name in clipping_rules():
         progress(name)
-        yield guarded(name, "clipping", audit_clipping, rule)
-        yield guarded(name, "constants", audit_constants, rule)
-        clipped = Recipe("iso", {}, clipping=name)
-        yield guarded(clipped.name, "flow", _flow, clipped)
+        yield from audit_rule(name)
     for kind in missing(ClippingRule, clipping_rules().values()):
         yield unseen(kind, "clipping")
+
+
+def audit_rule(name: str) -> Iterator[Finding]:
+    """One registered clipping rule: its weights, its constants, and what it lets through."""
+    yield guarded(name, "clipping", audit_clipping, clipping_rules()[name])
+    yield guarded(name, "constants", audit_constants, clipping_rules()[name])
+    clipped = Recipe("iso", {}, clipping=name)
+    yield guarded(clipped.name, "flow", _flow, clipped)
 
 
 def _noise(progress: Callable[[str], None]) -> Iterator[Finding]:
@@ -390,18 +413,23 @@ def _layers(progress: Callable[[str], None]) -> Iterator[Finding]:
     rules = {getattr(kind, "__name__", str(kind)): example for kind, example in layer_examples().items()}
     for name, example in {**rules, **combinations_of_layers()}.items():
         progress(name)
-        if example is None:
-            yield unable(name, "layer rule", "registered, but erlangen.audit.examples has no example of it")
-            continue
-        for device in devices():
-            where = name if device == "cpu" else f"{name} on {device}"
-            yield guarded(where, "layer rule", audit_layer, example, 3, device)
+        yield from audit_example(name, example)
     for kind, entry in bounded_examples().items():
         progress(kind.__name__)
         if entry is None:
             yield unable(kind.__name__, "bounds", "a Lipschitz layer without an example in erlangen.audit.examples")
         else:
             yield guarded(kind.__name__, "bounds", audit_bounds, *entry)
+
+
+def audit_example(name: str, example: Example | None) -> Iterator[Finding]:
+    """The rule of one layer, on every device that has kernels of its own."""
+    if example is None:
+        yield unable(name, "layer rule", "registered, but without an example: give its class an attribute audit_example")
+        return
+    for device in devices():
+        where = name if device == "cpu" else f"{name} on {device}"
+        yield guarded(where, "layer rule", audit_layer, example, 3, device)
 
 
 def devices() -> tuple[str, ...]:

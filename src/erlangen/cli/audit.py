@@ -141,13 +141,18 @@ def run(
 
 
 @app.command("static")
-def static(as_json: bool = JSON) -> None:
+def static(
+    only: str | None = typer.Option(None, help="Only this mechanism, clipping rule or layer, in seconds."),
+    as_json: bool = JSON,
+) -> None:
     """Everything that is registered, in about a minute: sensitivity, information flow, covariance, noise, samplers, layers."""
+    from erlangen.audit.single import audit_registered
     from erlangen.audit.static import static_audit
     from erlangen.audit.verdict import overall
 
     with _bar("static audit", as_json) as tick:
-        findings = static_audit(lambda name: tick(0, 1, name))
+        show = lambda name: tick(0, 1, name)  # noqa: E731
+        findings = static_audit(show) if only is None else audit_registered(only, show)
     verdict = overall(findings)
     _finish(findings, verdict, {"verdict": verdict, "findings": [f.to_json() for f in findings]}, as_json)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 import erlangen
+from erlangen import plugins
 from erlangen.cli import (
     accounting,
     audit,
@@ -42,8 +43,12 @@ def _version(value: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    plugin: list[str] = typer.Option(
+        [], help="A Python file or module that registers mechanisms, layers or networks of your own; may stand after the command."
+    ),
 ) -> None:
-    pass
+    plugins.add(plugin)
+    plugins.load()
 
 
 train.register(app)

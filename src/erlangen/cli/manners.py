@@ -35,6 +35,7 @@ class Polite(TyperGroup):
         as_json = "--json" in arguments
         extra["standalone_mode"] = False
         try:
+            arguments = plugins_first(arguments)
             with warnings.catch_warnings():
                 warnings.showwarning = partial(_remark, warnings.showwarning)
                 code = super().main(arguments, prog_name, *rest, **extra)
@@ -47,6 +48,26 @@ class Polite(TyperGroup):
         if code == 130:
             _say("interrupted", as_json)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def plugins_first(arguments: list[str]) -> list[str]:
+    """``train --plugin mine.py`` is ``--plugin mine.py train``: all commands take it, and it works before any of them."""
+    front: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            return [*front, *rest, word, *words]
+        if word == "--plugin":
+            value = next(words, "-")
+            if value.startswith("-"):
+                raise Misuse("--plugin has no value; give the Python file or module that registers what you wrote")
+            front += [word, value]
+        elif word.startswith("--plugin="):
+            front.append(word)
+        else:
+            rest.append(word)
+    return front + rest
 
 
 def _remark(usual: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:

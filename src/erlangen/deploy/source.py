@@ -86,7 +86,10 @@ def _layers(network: fx.GraphModule) -> list[str]:
 def _constructor(layer: nn.Module) -> str:
     """torch's own layers describe themselves as the call that makes them."""
     if not type(layer).__module__.startswith("torch.nn.modules") or list(layer.children()):
-        raise ExportError(f"{type(layer).__name__} has no plain torch form")
+        raise ExportError(
+            f"{type(layer).__name__} cannot be written as one plain layer of torch; the run's weights.safetensors fits your own "
+            "module all the same: module.load_state_dict(safetensors.torch.load_file(…))"
+        )
     text = repr(layer)
     return re.sub(r"padding_mode=(\w+)", r"padding_mode='\1'", text)
 

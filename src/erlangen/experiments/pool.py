@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from erlangen import plugins
+
 Job = TypeVar("Job")
 
 
@@ -38,7 +40,7 @@ class Pool:
     def _in_processes(self, work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
         context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
         others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(min(self.workers, len(jobs)), context, _start, (self.threads,)) as pool:
+        with ProcessPoolExecutor(min(self.workers, len(jobs)), context, _start, (self.threads, plugins.named())) as pool:
             futures = {pool.submit(work, job): job for job in jobs}
             try:
                 for future in as_completed(futures):
@@ -63,7 +65,7 @@ class Pool:
                     f"no Ray cluster was found at {where}: start one with `ray start --head`, or set RAY_ADDRESS"
                 ) from error
         remote = ray.remote(num_cpus=self.threads, num_gpus=self.gpus)(_with_threads)
-        pending = {remote.remote(work, job, self.threads): job for job in jobs}
+        pending = {remote.remote(work, job, self.threads, plugins.named()): job for job in jobs}
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1)
             for reference in ready:
@@ -102,12 +104,13 @@ def default_workers(threads: int = 1) -> int:
     return max(1, cores // threads)
 
 
-def _start(threads: int) -> None:
+def _start(threads: int, named: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(threads)
+    plugins.load(named)
 
 
-def _with_threads(work: Callable[[Any], Any], job: Any, threads: int) -> Any:
-    _start(threads)
+def _with_threads(work: Callable[[Any], Any], job: Any, threads: int, named: Sequence[str]) -> Any:
+    _start(threads, named)
     return work(job)

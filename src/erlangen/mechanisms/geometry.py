@@ -14,6 +14,9 @@ from torch import Tensor
 
 from erlangen.gradients.pieces import Weight
 
+#: the largest parameter whose energy is measured, d² numbers in all
+MEASURED = 16_384
+
 
 class Geometry:
     """Identity: the Euclidean norm. Subclasses change the coordinates."""
@@ -34,8 +37,33 @@ class Geometry:
         return c
 
     def energy(self, name: str, like: Tensor) -> Tensor | float:
-        """Per-coordinate variance of T⁺z for white z of variance 1 (the diagonal of T⁺T⁺ᵀ)."""
-        return 1.0
+        """Per-coordinate variance of T⁺z for white z of variance 1 (the diagonal of T⁺T⁺ᵀ).
+
+        A geometry that does not say is asked one unit vector at a time, once, if the parameter is small.
+        """
+        if type(self).inverse is Geometry.inverse:
+            return 1.0
+        known: dict[str, Tensor] = self.__dict__.setdefault("_measured_energy", {})
+        if name not in known:
+            known[name] = self._measured(name, like)
+        return known[name].to(like)
+
+    def _measured(self, name: str, like: Tensor) -> Tensor:
+        """Σ_k (T⁺e_k)², in parts of a few million numbers."""
+        coordinates = self.forward(name, torch.zeros_like(like, dtype=torch.float64)).shape
+        count = coordinates.numel()
+        if count > MEASURED:
+            raise NotImplementedError(
+                f"{type(self).__name__} does not say how large its noise is on the {count:,} coordinates of {name!r}, too many to "
+                "measure: define energy(name, like), the diagonal of T⁺T⁺ᵀ"
+            )
+        total, part = torch.zeros(like.shape, dtype=torch.float64, device=like.device), max(1, 4_000_000 // count)
+        for first in range(0, count, part):
+            rows = min(part, count - first)
+            units = torch.zeros(rows, count, dtype=torch.float64, device=like.device)
+            units[torch.arange(rows), first + torch.arange(rows)] = 1.0
+            total += self.inverse(name, units.view(rows, *coordinates)).square().sum(0)
+        return total
 
     def covariance_words(self, std: float) -> str:
         """The released covariance for people."""

@@ -53,7 +53,8 @@ def models() -> list[str]:
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     if name not in _MODELS:
-        raise ValueError(f"model is {name!r}; choose one of {', '.join(models())}.{hint(name, models())}")
+        known, meant = ", ".join(models()), hint(name, models())
+        raise ValueError(f"model is {name!r}; choose one of {known}, or load what registers it (--plugin FILE).{meant}")
     builder = _MODELS[name]
     if isinstance(builder, str):
         module, function = builder.split(":")
