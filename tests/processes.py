@@ -35,12 +35,16 @@ def _process(answers: Any, fn: Callable[..., Any], rank: int, count: int, store:
         answers.put((rank, pickle.dumps(error), traceback.format_exc()))
 
 
-def together(count: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, failing: bool = False) -> list[Any]:
-    """``fn(workers, *args)`` in ``count`` processes: the results by rank. With ``failing`` exceptions are results."""
+def together(
+    count: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, failing: bool = False, spawn: bool = False
+) -> list[Any]:
+    """``fn(workers, *args)`` in ``count`` processes: the results by rank. With ``failing`` exceptions are results; a process that
+    uses a GPU must be a new one (``spawn``)."""
+    context: Any = multiprocessing.get_context("spawn") if spawn else CONTEXT
     with tempfile.TemporaryDirectory() as folder:
-        answers = CONTEXT.Queue()
+        answers = context.Queue()
         processes = [
-            CONTEXT.Process(target=_process, args=(answers, fn, rank, count, str(Path(folder) / "store"), timeout, args))
+            context.Process(target=_process, args=(answers, fn, rank, count, str(Path(folder) / "store"), timeout, args))
             for rank in range(count)
         ]
         for process in processes:

@@ -57,6 +57,7 @@ def test_steps_whose_32_bit_seeds_collide_draw_different_noise():
     assert stats.kstest(z.numpy(), "norm").pvalue > 1e-4
 
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(3, 5), (40,), (), (2, 3, 4, 4), (0, 7), (17,)]
 
 
@@ -91,7 +92,21 @@ def test_noise_lies_in_memory_as_its_tensors_do():
     assert len(source.perturb_all([spread, spread], 1.0)[1].unique()) == spread.numel(), "an entry was noised twice, or not"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_which_coordinate_gets_which_noise_is_no_matter_of_memory(device):
+    plain = [torch.randn(4, 3, 5, 5, device=device), torch.randn(2, 6, device=device)]
+    turned = [plain[0].to(memory_format=torch.channels_last), plain[1].T.contiguous().T]
+    assert not any(t.is_contiguous() for t in turned)
+    for way in (lambda s, values: s.perturb_all(values, 2.0), lambda s, values: [s.perturb(v, 2.0) for v in values]):
+        noisy = []
+        for values in (plain, turned):
+            source = StreamNoise(seed=1)
+            source.next_release()
+            noisy.append(way(source, values))
+        assert all(torch.equal(a, b) for a, b in zip(*noisy, strict=True))
+
+
+@GPU
 def test_on_a_gpu_many_tensors_get_fresh_normal_noise_in_one_draw():
     values = [torch.full((300, 40), 5.0), torch.ones(64, 3, 3, 3).to(memory_format=torch.channels_last), torch.zeros(7)]
     values = [v.cuda() for v in values]

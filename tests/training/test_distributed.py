@@ -128,7 +128,8 @@ def on_one_device(workers: Workers, device: str, configs: list[TrainConfig]) -> 
 def test_messages_change_nothing_on_the_device(device):
     """On a GPU: NCCL, with one process."""
     configs = [dataclasses.replace(SMALL, precision="float32", **options) for options in CASES.values()]
-    for name, (sent, kept) in zip(CASES, together(1, on_one_device, device, configs, timeout=180.0)[0], strict=True):
+    pairs = together(1, on_one_device, device, configs, timeout=180.0, spawn=device == "cuda")[0]
+    for name, (sent, kept) in zip(CASES, pairs, strict=True):
         close = 1e-4 if "optimizer" in CASES[name] else 1e-6
         assert float((sent - kept).abs().max()) <= close * max(1.0, float(kept.abs().max())), name
 

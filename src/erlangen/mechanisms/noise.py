@@ -67,8 +67,8 @@ class StreamNoise(NoiseSource):
         self._generators = {}
 
     def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
-        noise = torch.empty_like(value).normal_(generator=self._generator(value.device))
-        return value + noise * std if isinstance(std, Tensor) else noise.mul_(std).add_(value)
+        noise = torch.empty_like(value, memory_format=torch.contiguous_format).normal_(generator=self._generator(value.device))
+        return value + (noise * std if isinstance(std, Tensor) else noise.mul_(std))
 
     @torch.no_grad()  # sums may carry a graph, which nothing after the noise follows
     def perturb_all(self, values: Sequence[Tensor], std: float) -> list[Tensor]:
@@ -131,11 +131,10 @@ class SecureNoise(NoiseSource):
 
 
 def _laid_out(entries: Tensor, like: Tensor) -> Tensor:
-    """A vector of entries as a tensor of this shape, whose axes lie in memory in the order of ``like``'s."""
-    if like.is_contiguous():
-        return entries.view(like.shape)
-    stride = torch.empty_like(like, device="meta").stride()
-    return entries.as_strided(like.shape, stride, entries.storage_offset())
+    """A vector of entries as a tensor of this shape, first axis slowest, that lies in memory as ``like`` does: which coordinate
+    gets which entry is not a matter of memory, so that one process and several draw alike."""
+    entries = entries.view(like.shape)
+    return entries if like.is_contiguous() else torch.empty_like(like).copy_(entries)
 
 
 def _power_of_two(x: Tensor) -> Tensor:
