@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import erlangen.accounting as acc
 from erlangen.accounting import certificate as cert
@@ -19,6 +20,7 @@ from erlangen.accounting import signing
 from erlangen.accounting.certificate_check import check, verify
 from erlangen.accounting.certificate_text import markdown
 from erlangen.accounting.ledger import Ledger, Release, read_ledger
+from erlangen.cli.main import app
 
 STEP = Release(acc.poisson(0.01, acc.gaussian(1.0)), 1.0, 1.0, 0.01, mechanism="iso")
 FACTS = {
@@ -254,6 +256,18 @@ def test_runs_under_different_relations_do_not_add_up(tmp_path):
     b = run(tmp_path / "b", 1, Release(acc.gaussian(5.0), neighbouring="replace-one"))
     with pytest.raises(acc.LedgerError, match="do not add up"):
         acc.compose_runs([a, b])[0].epsilon(1e-5)
+
+
+def test_runs_that_protect_different_units_do_not_add_up(tmp_path):
+    """"ε holds for the smallest of them" was not so: a record that joins its patient's others can turn their clipped average
+    around, and move the sum by two bounds where the patient's price is for one."""
+    a, b = run(tmp_path / "a", 10), run(tmp_path / "b", 10, dataclasses.replace(STEP, unit="patient"))
+    assert acc.compose_runs([a, b])[0].epsilon(1e-5) == math.inf
+    assert acc.compose_runs([b])[0].epsilon(1e-5) < 1
+    told = CliRunner().invoke(app, ["account", str(a), str(b), "--delta", "1e-5", "--json"])
+    (group,) = json.loads(told.output)["data_sets"]
+    assert group["epsilon"] == {"pld": "inf", "rdp": "inf"}
+    assert "protect different units (patient, record)" in group["notes"][0]
 
 
 def test_private_metrics_have_the_stated_noise_and_sensitivity():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,9 +51,20 @@ class Spent:
     def units(self) -> list[str]:
         return sorted({r.unit for book in self.books for r, count in zip(book.releases, book.counts) if count})
 
+    @property
+    def mixed(self) -> str | None:
+        """Why the runs do not add up, where they protect different units: one record can move the clipped gradient of its
+        patient by two bounds, so that what a run promises to patients it promises to no single record."""
+        if len(self.units) < 2:
+            return None
+        return (
+            f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a part "
+            "of it, nor to several together. Add up the runs of each unit by themselves"
+        )
+
     def epsilon(self, delta: float, method: Method = "pld") -> float:
-        """ε of all runs together."""
-        return epsilon(self.pairs(), delta, method, self.neighbouring)
+        """ε of all runs together; ∞ where they protect different units."""
+        return math.inf if self.mixed else epsilon(self.pairs(), delta, method, self.neighbouring)
 
 
 def ledger_path(run: str | os.PathLike[str]) -> Path:

@@ -248,8 +248,9 @@ def _account_runs(runs: list[Path], delta: float, single_copy: bool) -> dict[str
         price = _priced(group.pairs(), delta, group.neighbouring)
         notes = [note for book in group.books for note in book.notes]
         notes += [f"run {book.run} is not settled: its last reservation counts in full" for book in group.books if not book.settled]
-        if len(group.units) > 1:
-            notes.append(f"the runs protect different units ({', '.join(group.units)}): ε holds for the smallest of them only")
+        if group.mixed:
+            price["epsilon"] = dict.fromkeys(price["epsilon"], "inf")
+            notes.append(group.mixed)
         spent.append({"data": group.fingerprint, "runs": group.runs, "steps": group.steps, "unit": group.units} | price)
         spent[-1]["notes"] = notes
     out: dict[str, Any] = {"data_sets": spent, "delta": delta}
