@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant
-from erlangen.gradients.attach import attach, detach, is_attached
+from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
 from erlangen.gradients.independence import check_independence, check_loss, check_padding, known_problems
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
@@ -40,6 +40,7 @@ def prepare(
     refuse_iterable(data_loader)
     refuse_sampler(data_loader)
     refuse_module(module)
+    remark_on_swallowed(module)
     parameters = _trainable(module, optimizer)
     dataset: Any = data_loader.dataset
     labels = unit_labels(dataset, unit)

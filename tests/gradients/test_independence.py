@@ -58,9 +58,11 @@ def test_the_probe_leaves_buffers_alone():
 
 def test_known_problems_name_module_and_cure():
     net = nn.ModuleDict({"bn": nn.BatchNorm2d(3), "inst": nn.InstanceNorm2d(3, track_running_stats=True),
-                         "emb": nn.Embedding(3, 2, max_norm=1.0), "fine": nn.GroupNorm(1, 3)})  # fmt: skip
+                         "emb": nn.Embedding(3, 2, max_norm=1.0), "bag": nn.EmbeddingBag(3, 2, max_norm=1.0),
+                         "fine": nn.GroupNorm(1, 3)})  # fmt: skip
     problems = known_problems(net)
-    assert len(problems) == 3
+    assert len(problems) == 4
+    assert not known_problems(erlangen.fix(net))
     assert problems[0] == "BatchNorm2d at 'bn' mixes samples; use GroupNorm, or call erlangen.fix(model)"
 
 
@@ -281,3 +283,20 @@ def test_statistics_in_a_parameter_are_no_better_than_in_a_buffer():
         check_independence(module, (torch.randn(3, 4),))
     assert torch.equal(module.inside.weight, before)
     check_independence(Remembers(reads=False), (torch.randn(3, 4),))
+
+
+class PerPositive(nn.Module):
+    """A detector's loss: the sum over all answers divided by how many of them are positive in the batch."""
+
+    def forward(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(z, y, reduction="sum") / y.sum().clamp(min=1)
+
+
+def test_a_loss_that_divides_by_the_positive_answers_of_the_batch_is_refused():
+    """Where each of three records had one positive answer, that many were the rows: nothing showed. A record without neighbours
+    that have any moves all of them: 31 gradients grow 31-fold when it comes in."""
+    logits, targets = torch.randn(3, 4), torch.eye(4)[:3]
+    with pytest.raises(MixesSamples, match="PerPositive"):
+        check_loss(PerPositive(), logits, targets, "mean")
+    check_loss(nn.BCEWithLogitsLoss(reduction="sum"), logits, targets, "sum")
+    check_loss(lambda z, y: nn.functional.mse_loss(z, y, reduction="sum") / len(z), logits, targets, "mean")

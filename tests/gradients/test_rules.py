@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader, TensorDataset
 
+from erlangen import PrivacyEngine
+from erlangen.gradients import Tape, attach
+from erlangen.gradients.attach import remark_on_swallowed
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
 STRATEGIES = ("auto", "materialise", "norms-first")
@@ -200,6 +206,79 @@ def test_embedding_with_repeated_and_padding_tokens(strategy):
     module = nn.Embedding(7, 3, padding_idx=2).double()
     x = torch.tensor([[1, 1, 2, 4], [0, 0, 0, 6], [2, 2, 2, 2]])
     assert_same(recorded(module, (x,), strategy=strategy), one_by_one(module, (x,)))
+
+
+class Bags(nn.Module):
+    """Bags of weighted tokens: token numbers and floats together."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(7, 3, **options)
+
+    def forward(self, tokens, weights):
+        bags = self.bag(tokens, per_sample_weights=weights.tanh() if self.bag.mode == "sum" else None)
+        return bags + weights.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("options", [{"mode": "sum"}, {"mode": "mean"}, {"mode": "mean", "padding_idx": 2}, {"mode": "max"}])
+def test_bags_of_tokens(strategy, options):
+    torch.manual_seed(0)
+    module = Bags(**options).double()
+    inputs = torch.tensor([[1, 1, 2, 4], [0, 0, 0, 6], [2, 2, 2, 2]]), torch.randn(3, 4, dtype=torch.float64)
+    assert_same(recorded(module, inputs, strategy=strategy), one_by_one(module, inputs))
+
+
+def test_an_empty_batch_of_bags_adds_nothing():
+    module = nn.EmbeddingBag(7, 3, mode="mean")
+    gradients = recorded(module, (torch.zeros(0, 4, dtype=torch.long),))
+    assert gradients.owners == 0
+
+
+def test_bags_in_one_long_list_are_refused():
+    module = nn.EmbeddingBag(7, 3)
+    attach(module, Tape(dict(module.named_parameters())))
+    with pytest.raises(ValueError, match="no dimension is the batch"):
+        module(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))
+
+
+class Table(nn.Module):
+    """Integers into a module without a rule: vmap does it, and asks for no gradient of token numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, tokens, weights):
+        return (self.table[tokens] * weights[..., None]).sum(1)
+
+
+def test_integers_need_no_row_by_row():
+    torch.manual_seed(0)
+    module = Table().double()
+    inputs = torch.tensor([[1, 1, 2, 4], [0, 0, 0, 6]]), torch.randn(2, 4, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(recorded(module, inputs), one_by_one(module, inputs))
+
+
+def test_a_graph_that_is_kept_can_be_asked_twice_row_by_row():
+    """The probe of `make_private` asks one graph several times; modules that vmap refuses must stand that."""
+    net = nn.Sequential(nn.Linear(4, 4), Unbatchable(), nn.Linear(4, 2))
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.zeros(12, dtype=torch.long)), batch_size=6)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    engine = PrivacyEngine()
+    engine.make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    assert engine.training is not None
+
+
+def test_parameters_beside_layers_are_remarked_on():
+    with pytest.warns(UserWarning, match=r"Custom at '1' holds scale beside its layers.* all 30 parameters"):
+        remark_on_swallowed(nn.Sequential(nn.Linear(4, 4), Custom()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        computed = parametrizations.weight_norm(nn.Linear(4, 2))
+        remark_on_swallowed(nn.Sequential(nn.Linear(4, 4), Table(), Unbatchable(), nn.LSTM(4, 4), computed))
 
 
 def test_cross_attention_with_separate_widths_and_masks():

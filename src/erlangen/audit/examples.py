@@ -151,6 +151,7 @@ def examples() -> dict[type[nn.Module], Example]:
         nn.ConvTranspose2d: Example(lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1), _floats(4, 4, 5)),
         nn.ConvTranspose3d: Example(lambda: nn.ConvTranspose3d(2, 3, 2), _floats(2, 3, 3, 3)),
         nn.Embedding: Example(lambda: nn.Embedding(7, 3, padding_idx=2), _tokens),
+        nn.EmbeddingBag: Example(lambda: nn.EmbeddingBag(7, 3, padding_idx=2), _tokens),
         nn.GroupNorm: Example(lambda: nn.GroupNorm(2, 6), _floats(6, 3, 4)),
         nn.InstanceNorm1d: Example(lambda: nn.InstanceNorm1d(3, affine=True), _floats(3, 6)),
         nn.InstanceNorm2d: Example(lambda: nn.InstanceNorm2d(3, affine=True), _floats(3, 4, 4)),

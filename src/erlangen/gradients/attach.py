@@ -7,6 +7,7 @@ they were. Copies and pickles of the module are ordinary modules again.
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -65,6 +66,22 @@ def _plan(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]
         return
     for name, child in module.named_children():
         yield from _plan(f"{path}.{name}" if path else name, child)
+
+
+def remark_on_swallowed(model: nn.Module) -> None:
+    """Warn of modules whose few parameters of their own take many layers with rules along into the fallback."""
+    for path, module, rule in plan(model):
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        inside = [m for m in module.modules() if m is not module and find_rule(m) is not None and list(m.parameters())]
+        if rule is functional and own and inside:
+            where = f"{type(module).__name__} at {path!r}" if path else type(module).__name__
+            count = sum(p.numel() for p in module.parameters())
+            warnings.warn(
+                f"{where} holds {', '.join(own)} beside its layers: torch.func then differentiates all of it together, with every "
+                f"record's gradient of all {count:,} parameters in memory. Put {'it' if len(own) == 1 else 'them'} into a small "
+                "module of their own, and the layers keep their rules (docs/adding-a-layer.md).",
+                stacklevel=2,
+            )
 
 
 def attach(model: nn.Module, tape: Tape) -> None:

@@ -85,13 +85,31 @@ class _Run:
         copies = {k: p.detach().expand(self.rows, *p.shape) for k, p in self.parameters.items()}
         if type(self.module) not in _ROW_BY_ROW and self.rows:
             try:
-                outputs, self._pull = vjp(vmap(self.one_row, randomness="different"), copies, *inputs)  # type: ignore[misc]
-                return outputs
+                return self._forward_batched(copies, inputs)
             except (RuntimeError, ValueError) as error:
                 _ROW_BY_ROW.add(type(self.module))
                 name = type(self.module).__name__
                 warnings.warn(f"{name} cannot be batched by torch.func ({str(error)[:120]}…): row by row", stacklevel=2)
         return self._forward_by_row(copies, inputs)
+
+    def _forward_batched(self, copies: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """By vmap; token numbers and masks have no gradient to ask for."""
+        smooth = [t.is_floating_point() or t.is_complex() for t in inputs]
+
+        def rows(copies: dict[str, Tensor], *moving: Tensor) -> Any:
+            given = iter(moving)
+            every = [next(given) if s else t for s, t in zip(smooth, inputs, strict=True)]
+            return vmap(self.one_row, randomness="different")(copies, *every)
+
+        outputs, pull = vjp(rows, copies, *(t for s, t in zip(smooth, inputs, strict=True) if s))  # type: ignore[misc]
+
+        def pulled(cotangents: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            by_name, *rest = pull(cotangents)
+            given = iter(rest)
+            return by_name, *[next(given) if s else None for s in smooth]
+
+        self._pull = pulled
+        return outputs
 
     def _forward_by_row(self, copies: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         leaves, outputs = [], []
@@ -109,7 +127,9 @@ class _Run:
                 params, rows = leaves[r]
                 wanted = [*params.values(), *[t for t in rows if t.requires_grad]]
                 pairs = [(o, c[r]) for o, c in zip(outputs[r], cotangents, strict=True) if o.requires_grad]
-                got = torch.autograd.grad([o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+                got = torch.autograd.grad(
+                    [o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True, retain_graph=True
+                )  # kept, because whoever keeps the graph outside may ask again; it goes when the batch does
                 grads.append([torch.zeros_like(w) if g is None else g for g, w in zip(got, wanted, strict=True)])
             stacked = [torch.stack(column) for column in zip(*grads, strict=True)] if grads else []
             if not stacked:

@@ -46,7 +46,7 @@ def known_problems(module: nn.Module) -> list[str]:
         elif isinstance(m, _STATEFUL_NORMS) and m.track_running_stats:
             problems.append(f"{where} keeps running statistics of private records; set track_running_stats=False, "
                             "or call erlangen.fix(model)")  # fmt: skip
-        elif isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq):
+        elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.max_norm is not None or m.scale_grad_by_freq):
             problems.append(
                 f"{where} uses max_norm or scale_grad_by_freq, which depend on the whole batch; turn them off"
             )
@@ -71,7 +71,7 @@ def _replacement(m: nn.Module) -> nn.Module | None:
     elif isinstance(m, nn.modules.batchnorm._BatchNorm):
         groups = max(g for g in range(1, min(32, m.num_features) + 1) if m.num_features % g == 0)
         new = nn.GroupNorm(groups, m.num_features, m.eps, affine=m.affine)
-    elif isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq):
+    elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.max_norm is not None or m.scale_grad_by_freq):
         m.max_norm, m.scale_grad_by_freq = None, False
         return m
     else:
@@ -269,7 +269,12 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
     variants = [gradient(_changed(outputs, scale), targets) for scale in SCALES]
     if isinstance(targets, Tensor) and targets.ndim and len(targets) == len(outputs):
         variants.append(gradient(outputs[:-1], targets[:-1]))
-        if not targets.is_floating_point():
+        if targets.is_floating_point():  # how many answers are positive, say
+            for value in (0.0, 1.0):
+                other = targets.clone()
+                other[1:] = value
+                variants.append(gradient(outputs, other))
+        else:
             for label in torch.unique(
                 torch.cat([targets.flatten(), torch.arange(min(outputs.shape[1], 16)).to(targets)])
             ):

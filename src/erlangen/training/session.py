@@ -24,6 +24,7 @@ from erlangen.accounting import Accountant
 from erlangen.accounting.ledger import Release
 from erlangen.data import Dataset, load
 from erlangen.data.augment import draw, views
+from erlangen.gradients.attach import remark_on_swallowed
 from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap, sent
 from erlangen.gradients.tape import Tape
@@ -166,6 +167,7 @@ class Session:
         """For the model as it was built, after a look at whether it mixes records."""
         config = self.config
         refuse_module(self.model)
+        remark_on_swallowed(self.model)
         device = next(self.model.parameters()).device
         with torch.no_grad():
             check_independence(self.model, (torch.randn(3, *self.dataset.input_shape, device=device),))
