@@ -293,8 +293,7 @@ class PerPositive(nn.Module):
 
 
 def test_a_loss_that_divides_by_the_positive_answers_of_the_batch_is_refused():
-    """Where each of three records had one positive answer, that many were the rows: nothing showed. A record without neighbours
-    that have any moves all of them: 31 gradients grow 31-fold when it comes in."""
+    """Where each of three records had one positive answer, there were as many of them as rows: nothing showed."""
     logits, targets = torch.randn(3, 4), torch.eye(4)[:3]
     with pytest.raises(MixesSamples, match="PerPositive"):
         check_loss(PerPositive(), logits, targets, "mean")

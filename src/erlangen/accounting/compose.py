@@ -58,8 +58,8 @@ class Spent:
         if len(self.units) < 2:
             return None
         return (
-            f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a part "
-            "of it, nor to several together. Add up the runs of each unit by themselves"
+            f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a "
+            "part of it, nor to several together. Add up the runs of each unit by themselves"
         )
 
     def epsilon(self, delta: float, method: Method = "pld") -> float:
