@@ -11,6 +11,7 @@ be drawn by Poisson sampling for the accounting to be true.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from erlangen import accounting
+from erlangen import accounting, saved
 from erlangen.gradients.independence import fix, known_problems
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.clipping.base import ClippingRule
@@ -160,6 +161,34 @@ class PrivacyEngine:
     def event(self) -> DpEvent:
         """The event of one step, amplification included."""
         return self._active().event()
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ of the training, given or calibrated."""
+        return self._active().mechanism.noise_multiplier
+
+    def save_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str],
+        module: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        checkpoint_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write weights, optimizer, spent budget and the places of noise and sampler to one file without pickles.
+
+        ``module`` is the one that was made private; ``optimizer`` is left out of the file if it is not given. Values of
+        ``checkpoint_dict`` (tensors, numbers, text) are kept beside them.
+        """
+        training = self._active()
+        saved.save(path, training, module or training.module, optimizer, self.accountant, checkpoint_dict or {})
+
+    def load_checkpoint(
+        self, *, path: str | os.PathLike[str], module: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """After `make_private` with the same options: go on where `save_checkpoint` was called. Returns its ``checkpoint_dict``."""
+        training = self._active()
+        return saved.load(path, training, module or training.module, optimizer, self.accountant)
 
     def remove(self) -> None:
         """Give module and optimizer back as they were. What was spent stays spent."""
