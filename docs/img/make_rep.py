@@ -2,7 +2,7 @@
 
     python docs/img/make_rep.py docs/results
 
-The folder holds rep-table1.json and rep-fashion.json, as benchmarks/rep_table1.py writes them.
+The folder holds rep-table1.json, rep-fashion.json and rep-fashion-metrics.json, as benchmarks/rep_table1.py writes them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,30 @@ def gain(axis: Any, table: list[dict[str, Any]]) -> None:
     axis.set_xlabel("ε (PLD), δ = 1e-5")
 
 
+def metrics(content: dict[str, Any]) -> None:
+    """A dot for every seed: ISO, SHUFFLE and REP with several metrics, at one noise level."""
+    (row,) = content["table"]
+    names = {
+        "shuffle": "SHUFFLE", "iso": "ISO", "rep:paper": "REP paper", "rep:paper:0.5": "REP paper, half power", "rep": "REP escnn",
+        "rep:escnn:0.5": "REP escnn, half power",
+    }  # fmt: skip
+    figure, axis = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
+    axis.axvline(row["cells"]["iso"]["mean"], color="black", linewidth=0.8, linestyle=":")
+    for place, name in enumerate(names):
+        colour = COLOURS[name.split(":")[0]]
+        seeds = [100 * run["test_accuracy"] for run in content["runs"] if run["mechanism"] == name]
+        axis.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.35, markersize=5)
+        axis.plot(row["cells"][name]["mean"], place, "|", color=colour, markersize=18, markeredgewidth=2)
+    axis.set_yticks(range(len(names)), list(names.values()))
+    axis.set_xlabel("test accuracy, %: seeds and mean (dotted: ISO's mean)")
+    axis.set_title(f"rotated Fashion-MNIST, σ = {row['sigma']}, ε = {row['epsilon']['pld']:.2f}", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(Path(__file__).parent / "rep-metrics.png", dpi=150)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
+    metrics(json.loads((folder / "rep-fashion-metrics.json").read_text()))
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True, height_ratios=[3, 2], layout="constrained")
     for column, (name, title) in enumerate(TITLES.items()):
         table = json.loads((folder / name).read_text())["table"]
