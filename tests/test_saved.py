@@ -1,4 +1,4 @@
-"""Going on from a file of `PrivacyEngine.save_checkpoint` is as if nothing had happened, and nothing that was spent is forgotten."""
+"""Going on from a file of `PrivacyEngine.save_checkpoint` is as if nothing had happened, and nothing spent is forgotten."""
 
 from __future__ import annotations
 

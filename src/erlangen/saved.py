@@ -1,4 +1,4 @@
-"""Training with `PrivacyEngine`, written down and gone on with: weights, optimizer, what was spent, and where noise and batches stand.
+"""Training with `PrivacyEngine`, written down and gone on with: weights, optimizer, what was spent, where noise and batches stand.
 
 One safetensors file, replaced atomically and read without unpickling anything. It holds no seed, no record and no sum of records.
 """
