@@ -7,7 +7,8 @@ pass lands on them and nothing else does. The *gate* behind the logits sees each
    that changes nothing, with any other loss of per-sample terms the sensitivity still holds,
  * multiplies by the row's share of its owner (1/views, 1/rows of a patient, 0 for padding).
 Backpropagation is linear in the cotangent, so what arrives at the parameters is Σ over owners of the mean over their
-rows: at most Δ_d from each owner.
+rows: at most Δ_d from each owner. The gate is the only way in: what comes back to a layer by another one (a loss on features
+that a hook has caught) has no bound, and is an error.
 """
 
 from __future__ import annotations
@@ -35,14 +36,24 @@ class SummedGradients(PerSampleGradients):
 
 
 class _Gate(torch.autograd.Function):
+    """The logits, cut off from the network behind them; what comes back is handed to ``pull``. ``tie`` asks for it."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, open_gate: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.open_gate = open_gate
+    def forward(ctx: Any, logits: Tensor, tie: Tensor, pull: Callable[[Tensor], None]) -> Tensor:
+        ctx.pull = pull
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.open_gate(cotangent), None
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.pull(cotangent)
+        return None, None, None
+
+
+_AROUND = (
+    "a gradient reached a layer by another way than the logits: part of the loss is computed from features inside the network (a "
+    "forward hook, say), for which no sensitivity is certified. Compute the loss from the logits alone, or train with a mechanism "
+    "that clips"
+)
 
 
 class Recorder(Tape):
@@ -56,6 +67,8 @@ class Recorder(Tape):
     _clips: tuple[AdaptiveBackwardClip, ...] = ()
     _cutting: tuple[BackwardClip, ...] = ()
     _places: tuple[Place, ...] = ()
+    #: whether the gate is sending back what it has cut
+    _inside = False
 
     def __init__(
         self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], mode: str = "autograd"
@@ -104,8 +117,34 @@ class Recorder(Tape):
             logits = type(module).forward(module, x)
         else:
             leaves = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+            for leaf in leaves.values():
+                leaf.register_hook(self._require_gate)
             logits = self._on(leaves, module, x)
-        return _Gate.apply(logits, lambda c: self._pass(c, rows.owners, share, leaves))
+
+        ends = [logits]
+
+        def pull(cotangent: Tensor) -> None:
+            cut = self._pass(cotangent, rows.owners, share, leaves)
+            self._inside = True
+            try:  # the graph is kept for whoever else comes back through it, to be told so, and is gone with its end otherwise
+                torch.autograd.backward(ends.pop(), cut, retain_graph=True)
+            finally:
+                self._inside = False
+
+        return _Gate.apply(logits.detach(), torch.zeros((), device=x.device, requires_grad=True), pull)
+
+    def _require_gate(self, gradient: Tensor) -> None:
+        if not self._inside:
+            raise RuntimeError(_AROUND)
+
+    def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        self._require_gate(cotangent)
+        super()._capture(use, saved, cotangent)
+
+    def _capture_rows(self, per_row: Any, count: int, batch: int) -> None:
+        for gradient in per_row.values():
+            self._require_gate(gradient)
+        super()._capture_rows(per_row, count, batch)
 
     def _on(self, leaves: dict[str, Tensor], module: nn.Module, x: Tensor) -> Tensor:
         """The module's own computation with other tensors in the places of its parameters; frozen ones stay constants."""
