@@ -205,3 +205,14 @@ def test_a_torch_data_set_leaves_a_run_and_can_be_resumed(tmp_path):
         run.resume(tmp_path / "run", say=lambda text: None, dataset=from_torch(TensorDataset(x + 1, y)))
     with pytest.raises(ValueError, match="mine"):
         run.resume(tmp_path / "run", say=lambda text: None)
+
+
+def test_labels_in_words_and_complex_pixels_are_refused_with_a_cure_that_works():
+    words = np.array(["owl", "cat", "owl", "cat", "cat", "owl"])
+    with pytest.raises(DataError, match="return_inverse=True"):
+        from_arrays("own", arrays(y=words))
+    names, labels = np.unique(words, return_inverse=True)
+    data = from_arrays("own", arrays(y=labels, class_names=names))
+    assert [data.class_names[k] for k in data.y_train] == list(words)
+    with pytest.raises(DataError, match="real and imaginary parts"):
+        from_arrays("own", arrays(x=np.zeros((6, 4, 4), dtype=np.complex64)))

@@ -121,6 +121,8 @@ def scaled(name: str, key: str, x: np.ndarray, white: float | None) -> tuple[np.
     """Pixels in [0, 1] and "image", or the floats as they are and "array"."""
     if np.issubdtype(x.dtype, np.floating):
         return np.array(x, dtype=np.float32), "array"
+    if np.issubdtype(x.dtype, np.complexfloating):
+        raise DataError(f"{name}: {key} holds {x.dtype}; save real and imaginary parts (or magnitude and phase) as channels")
     largest = white or _LARGEST.get(str(x.dtype))
     if largest is None:
         raise DataError(
@@ -176,6 +178,11 @@ def _labels(name: str, key: str, y: np.ndarray, rows: int) -> np.ndarray:
         raise DataError(f"{name}: there are no images for {key}; there is nothing to train on")
     if y.shape != (rows,):
         raise DataError(f"{name}: {key} has shape {y.shape} for {rows} images; give one integer label per image")
+    if y.dtype.kind in "US":
+        raise DataError(
+            f"{name}: {key} holds words, but labels must be integers ≥ 0; save class_names, labels = np.unique(words, "
+            "return_inverse=True), and both of them"
+        )
     if not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"{name}: {key} holds {y.dtype}, but labels must be integers ≥ 0; save it with .astype(int)")
     return y.astype(np.int64)
