@@ -37,12 +37,15 @@ def test_stored_noise_of_other_batches_and_data():
     for batch, sigmas in tasks.BATCH_SIGMAS.items():
         assert 1.99 < spent(sigmas[0], batch, 60_000, round(600_000 / batch), "pld") <= 2.0
         assert 1.99 < spent(sigmas[1], batch, 60_000, round(600_000 / batch), "rdp") <= 2.0
+    for batch, sigmas in tasks.CIFAR_BATCH_SIGMAS.items():
+        for sigma, method in zip(sigmas, ("pld", "rdp"), strict=True):
+            assert 1.99 < spent(sigma, batch, 50_000, round(1_500_000 / batch), method) <= 2.0
     for target, sigmas in tasks.CIFAR_SIGMAS.items():
         for sigma, method in zip(sigmas, ("pld", "rdp"), strict=True):
             assert 0.996 * target < spent(sigma, 500, 50_000, 3000, method) <= target
 
 
-@pytest.mark.parametrize("name", ["gredp-table1", "gredp-alexnet", "gredp-fig4"])
+@pytest.mark.parametrize("name", ["gredp-table1", "gredp-alexnet", "gredp-fig4", "gredp-fig4-model3"])
 def test_filtered_norms_are_not_measured_for_those_that_filter_nothing(name):
     task = tasks.TASKS[name]
     filtered = {task.shape(m, s) for m in task.methods if "Spectral" in m for s in task.where(m, tuple(task.settings))}
