@@ -21,6 +21,7 @@ from erlangen.accounting.certificate_check import check, verify
 from erlangen.accounting.certificate_text import markdown
 from erlangen.accounting.ledger import Ledger, Release, read_ledger
 from erlangen.cli.main import app
+from erlangen.mechanisms import StreamNoise
 
 STEP = Release(acc.poisson(0.01, acc.gaussian(1.0)), 1.0, 1.0, 0.01, mechanism="iso")
 FACTS = {
@@ -73,6 +74,17 @@ def test_seeded_runs_are_marked(tmp_path):
     assert cert.build(book, 1e-5)["randomness"] == "reproducible: not for release"
     with pytest.raises(ValueError, match="unknown facts"):
         cert.build(book, 1e-5, {"sceure": True})
+
+
+def test_unseeded_runs_are_neither_reproducible_nor_secure(tmp_path):
+    book = read_ledger(run(tmp_path / "r", 5) / "ledger.jsonl")
+    made = {
+        source: cert.build(book, 1e-5, {"mechanism": {"noise_source": source}})["randomness"]
+        for source in (StreamNoise().description, StreamNoise(seed=1).description, "something else")
+    }
+    assert list(made.values()) == [cert.UNSEEDED, cert.REPRODUCIBLE, cert.REPRODUCIBLE]
+    secure = {"mechanism": {"noise_source": StreamNoise().description}, "secure": True}
+    assert cert.build(book, 1e-5, secure)["randomness"] == "secure"
 
 
 def test_no_guarantee_is_infinite_and_says_why(tmp_path):

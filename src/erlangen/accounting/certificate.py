@@ -27,6 +27,7 @@ SCHEMA = "erlangen-certificate"
 VERSION = 1
 FALSE_POSITIVE_RATES = (0.01, 0.1)
 REPRODUCIBLE = "reproducible: not for release"
+UNSEEDED = "pseudo-random, unseeded: not for release"
 SECURE = "secure"
 
 FACTS = (
@@ -77,7 +78,7 @@ def build(book: Book, delta: float, facts: Mapping[str, Any] | None = None) -> d
             "size": told.get("data_size"),
             "note": "the number of records is treated as public",
         },
-        "randomness": SECURE if told.get("secure") is True else REPRODUCIBLE,
+        "randomness": _randomness(told),
         "non_private": list(told.get("non_private") or []),
         "not_covered": [*(told.get("not_covered") or []), *ALWAYS_NOT_COVERED],
         "audit": told.get("audit"),
@@ -85,6 +86,15 @@ def build(book: Book, delta: float, facts: Mapping[str, Any] | None = None) -> d
         "software": software(),
         "ledger": {"head": book.head, "settled": book.settled, "notes": list(book.notes)},
     }
+
+
+def _randomness(told: Mapping[str, Any]) -> str:
+    """Reproducible unless the opposite is known: whoever knows a seed can take the noise off."""
+    if told.get("secure") is True:
+        return SECURE
+    mechanism = told.get("mechanism")
+    source = mechanism.get("noise_source") if isinstance(mechanism, Mapping) else None
+    return UNSEEDED if source == "pseudo-random, unseeded" else REPRODUCIBLE
 
 
 def guarantee(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import signing, strict_json
-from .certificate import REPRODUCIBLE, SCHEMA, SECURE, VERSION, guarantee, load, software
+from .certificate import REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, read_ledger
@@ -126,8 +126,8 @@ def _shape(document: Mapping[str, Any]) -> list[str]:
         problems.append(f"delta = {document['delta']} is not between 0 and 1")
     if document["neighbouring"] not in NEIGHBOURING:
         problems.append("unknown neighbouring relation")
-    if document["randomness"] not in (SECURE, REPRODUCIBLE):
-        problems.append(f"randomness must be {SECURE!r} or {REPRODUCIBLE!r}")
+    if document["randomness"] not in (SECURE, UNSEEDED, REPRODUCIBLE):
+        problems.append(f"randomness must be {SECURE!r}, {UNSEEDED!r} or {REPRODUCIBLE!r}")
     if len(document["releases"]) > MAX_RELEASE_KINDS:
         problems.append(f"more than {MAX_RELEASE_KINDS} kinds of release")
     return problems
