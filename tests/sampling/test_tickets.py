@@ -121,6 +121,20 @@ def test_looking_leaving_and_trying_again_are_no_mistakes():
     assert engine.accountant.steps == 3
 
 
+def test_a_batch_that_is_given_up_for_what_it_holds_is_said():
+    """Weights that did not move told that a record was drawn, at no cost: the accountant had seen nothing."""
+    engine, model, optimizer, loader = private()
+    before = model.weight.detach().clone()
+    batches = iter(loader)
+    x, y = next(batches)
+    loss = cross_entropy(model(x), y)
+    assert loss > 0.1  # where a loop would go on with the next batch
+    assert engine.accountant.steps == 0
+    assert torch.equal(before, model.weight)
+    with pytest.warns(UserWarning, match="given up before its step"):
+        train(model, optimizer, next(batches))
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -6,12 +6,20 @@ batches) or skips a batch leaves several candidates; whose rows a batch holds mu
 
 from __future__ import annotations
 
+import warnings
+
+_GIVEN_UP = (
+    "a batch went through the module and was given up before its step, in a pass that goes on. If what it held decided that (a "
+    "loss that is not finite, or too large), a step that was not taken says so, and no ε covers it: step on every batch. A record "
+    "whose gradient is not finite counts for nothing anyway."
+)
+
 
 class Pass:
     """One iteration over a data loader."""
 
     def __init__(self) -> None:
-        self.over = self.left = self.stepped = False
+        self.over = self.left = self.stepped = self.given_up = False
         #: the sampler's expected batch when the batch in hand was drawn: loaders draw ahead, and it may have moved since
         self.expected_batch: float | None = None
         #: which of the sampler's draws that batch is a part of
@@ -35,6 +43,8 @@ class Tickets:
         ``tried``: the batch before went through the module and was then given up, as after an exception.
         """
         if source is None or (tried and len(self._open) == 1):
+            if source is not None and self._open == [source]:
+                source.given_up = True
             self._open.clear()
         self._open = [p for p in self._open if p is source or (p is not None and not p.idle)]
         self._open.append(source)
@@ -56,3 +66,6 @@ class Tickets:
             )
         if waiting[0] is not None:
             waiting[0].stepped = True
+            if waiting[0].given_up:
+                warnings.warn(_GIVEN_UP, stacklevel=5)
+                waiting[0].given_up = False
