@@ -299,3 +299,15 @@ def test_a_loss_that_divides_by_the_positive_answers_of_the_batch_is_refused():
         check_loss(PerPositive(), logits, targets, "mean")
     check_loss(nn.BCEWithLogitsLoss(reduction="sum"), logits, targets, "sum")
     check_loss(lambda z, y: nn.functional.mse_loss(z, y, reduction="sum") / len(z), logits, targets, "mean")
+
+
+def test_a_scalar_of_one_s_own_is_looked_at_as_every_parameter():
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.temperature = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t() * self.temperature
+
+    check_independence(Tempered(), (torch.randn(3, 4),))

@@ -206,7 +206,7 @@ class _Watch(Tape):
         if self.row is None:
             self.seen.append(by_row[0].detach().double())
             return
-        others = by_row.detach().flatten(1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
+        others = by_row.detach().reshape(len(by_row), -1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
         others[self.row] = 0
         if bool((others > 0).any()):
             raise MixesSamples(
