@@ -18,6 +18,7 @@ from erlangen.gradients.independence import check_independence, check_loss, chec
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
 from erlangen.private import PrivateTraining
+from erlangen.probe import Form, fitting, forms
 from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
 from erlangen.sampling.records import refuse_mixing, refuse_repeats, refuse_sampler
@@ -84,14 +85,14 @@ def prepare(
         if check:
             not_checked("its parameters are sharded; check it before fully_shard")
         check = False
-    probe = _probe_inputs(module, data_loader)
-    limit = workers.decide(lambda: _physical_limit(module, tape, probe, max_physical_batch))
+    tried = forms(module, data_loader)
+    limit = workers.decide(lambda: _physical_limit(module, tape, tried, max_physical_batch))
     if check:
         refuse_mixing(data_loader, units.grouped)
-    if probe is None and check:
-        not_checked("batches are not (inputs, …) tensors")
-    if probe is not None and check:
-        _check(module, probe, criterion, loss_reduction)
+    if not tried and check:
+        not_checked("batches are neither tensors (inputs, …) nor a mapping of tensors")
+    if tried and check:
+        _check(tried, criterion, loss_reduction, batch_first)
         _check_padding(module, data_loader)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
@@ -152,37 +153,16 @@ def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> 
     return mechanism
 
 
-def _probe_inputs(module: nn.Module, loader: DataLoader) -> tuple[Tensor, Any] | None:
-    """Three made-up rows of the data's shape and type, and real targets; None if batches are not (inputs, …)."""
-    dataset: Any = loader.dataset
-    rows = [dataset[i % len(dataset)] for i in range(3)]
-    batch = loader.collate_fn(rows)
-    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
-    if not isinstance(first, Tensor):
-        return None
-    parameter = next(module.parameters())
-    if first.is_floating_point():
-        floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
-        if first.dtype not in floating and not torch.is_autocast_enabled():
-            raise TypeError(
-                f"the data is {first.dtype} but the module's parameters are {floating[0]}: convert one, e.g. x.to({floating[0]})"
-            )
-        first = torch.randn_like(first)
-    targets = batch[1].to(parameter.device) if len(batch) > 1 and isinstance(batch[1], Tensor) else None
-    return first.to(parameter.device), targets
-
-
-def _check(module: nn.Module, probe: tuple[Tensor, Any], criterion: Any, reduction: str) -> None:
-    inputs, targets = probe
+def _check(tried: list[Form], criterion: Any, reduction: str, batch_first: bool) -> None:
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            out = module(inputs)
-    except Exception as error:  # the module wants other arguments than the first of the batch; its own call will tell
+        form, out = fitting(tried)
+    except Exception as error:
         not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
         return
-    check_independence(module, (inputs,))
+    check_independence(form.call, form.inputs, batch_first)
     if criterion is not None:
-        check_loss(criterion, out if isinstance(out, Tensor) else torch.zeros(1), targets, reduction)
+        known = isinstance(out, Tensor) and form.targets is not None
+        check_loss(criterion, out if known else torch.zeros(1), form.targets, reduction)
 
 
 def _check_padding(module: nn.Module, loader: DataLoader) -> None:
@@ -211,17 +191,16 @@ def not_checked(why: str) -> None:
     )
 
 
-def _physical_limit(
-    module: nn.Module, tape: Tape, probe: tuple[Tensor, Any] | None, wanted: int | str | None
-) -> int | None:
+def _physical_limit(module: nn.Module, tape: Tape, tried: list[Form], wanted: int | str | None) -> int | None:
     if wanted is None:
         return None
     if wanted == "auto":
-        if probe is None:
+        if not tried:
             raise ValueError("max_physical_batch='auto' needs batches of (inputs, …) to measure; give a number")
+        form, _ = fitting(tried)
         attach(module, tape)
         try:
-            return find_physical_batch(module, tape, (probe[0],))
+            return find_physical_batch(form.call, tape, form.inputs)
         finally:
             detach(module)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:

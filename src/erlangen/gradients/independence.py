@@ -8,6 +8,7 @@ Neither would it where only the backward pass looks at them: a hook that divides
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,8 +82,11 @@ def _replacement(m: nn.Module) -> nn.Module | None:
     return new.train(m.training)
 
 
-def check_independence(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Raise `MixesSamples` if, in training or evaluation mode, a module mixes rows, reorders them, or keeps statistics."""
+def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True) -> None:
+    """Raise `MixesSamples` if, in training or evaluation mode, a module mixes rows, reorders them, or keeps statistics.
+
+    ``batch_first`` is what `make_private` is told: whether sequences *inside* the module have the batch first or the time.
+    """
     modes = {m: m.training for m in module.modules()}
     try:
         for training in (True, False):
@@ -90,7 +94,7 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             with _untouched(module) as start:
                 _check_outputs(module, inputs, start)
                 if training:
-                    _check_rows(module, inputs, start)
+                    _check_rows(module, inputs, start, batch_first)
     finally:
         for m, training in modes.items():
             m.training = training
@@ -124,27 +128,28 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[st
                 )
 
 
-def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor]) -> None:
+def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor], batch_first: bool) -> None:
     """Backwards: the gradient of one output row reaches each layer through that row alone, and whatever other rows hold."""
     from erlangen.gradients.attach import attach, detach, is_attached
 
     if is_attached(module):
         return
-    watch = _Watch({n: p for n, p in module.named_parameters() if p.requires_grad})
+    watch = _Watch({n: p for n, p in module.named_parameters() if p.requires_grad}, batch_first=batch_first)
     attach(module, watch)
     try:
         with torch.enable_grad():
-            leaves = {rows: tree_leaves(module(*(_more_rows(t, rows) for t in inputs))) for rows in (5, 7)}
+            few, more = _unlike(inputs)
+            leaves = {rows: tree_leaves(module(*(_more_rows(t, rows) for t in inputs))) for rows in (few, more)}
             columns = _by_row(leaves)
             if not columns:
                 warnings.warn(_ORDER_UNSEEN, stacklevel=2)
                 return
-            for rows, asked in ((5, range(5)), (7, range(1))):
+            for rows, asked in ((few, range(few)), (more, range(1))):
                 for row in asked:
                     watch.row, watch.rows_expected = row, rows
                     torch.stack([leaves[rows][k][row].float().sum() for k in columns]).sum().backward(retain_graph=True)
-            watch.row, watch.rows_expected = None, 5
-            _check_cotangents(module, tuple(_more_rows(t, 5) for t in inputs), columns, watch, start)
+            watch.row, watch.rows_expected = None, few
+            _check_cotangents(module, tuple(_more_rows(t, few) for t in inputs), columns, watch, start)
     finally:
         detach(module)
 
@@ -211,8 +216,16 @@ class _Watch(Tape):
         if bool((others > 0).any()):
             raise MixesSamples(
                 "a layer sees the records in another order than the model's output (rows are sorted, flipped or shuffled "
-                "inside the model), so gradients of different records would be clipped as one. Keep the order of rows."
+                "inside the model), so gradients of different records would be clipped as one. Keep the order of rows; layers that "
+                "see time-major sequences want batch_first=False."
             )
+
+
+def _unlike(inputs: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Two numbers of rows that are no other size of the inputs: a layer that sees tokens first must not seem to see records."""
+    sizes = {size for t in inputs for size in t.shape[1:]}
+    few, more = itertools.islice((n for n in itertools.count(5, 2) if n not in sizes), 2)
+    return few, more
 
 
 def _more_rows(t: Tensor, rows: int) -> Tensor:
