@@ -1,7 +1,7 @@
 """Made-up rows in the form of the data, and how the user's loop most likely calls the module with them.
 
-A batch ``(x, …, y)`` is tried as ``module(x)``, then as ``module(x, …)`` with all but the last; a mapping as ``module(**batch)`` with
-the names that ``forward`` takes.
+A batch ``(x, …, y)`` is tried as ``module(x)``, then as ``module(x, …)`` with all but the last; a mapping as
+``module(**batch)`` with the names that ``forward`` takes.
 """
 
 from __future__ import annotations

@@ -278,7 +278,10 @@ def test_parameters_beside_layers_are_remarked_on():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         computed = parametrizations.weight_norm(nn.Linear(4, 2))
-        remark_on_swallowed(nn.Sequential(nn.Linear(4, 4), Table(), Unbatchable(), nn.LSTM(4, 4), computed))
+        renamed = nn.Module()
+        renamed.inner = nn.Linear(2, 2)
+        renamed.alias = renamed.inner.weight  # another name for what is the layer's
+        remark_on_swallowed(nn.Sequential(nn.Linear(4, 4), Table(), Unbatchable(), nn.LSTM(4, 4), computed, renamed))
 
 
 def test_cross_attention_with_separate_widths_and_masks():

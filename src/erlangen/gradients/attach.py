@@ -71,8 +71,9 @@ def _plan(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]
 def remark_on_swallowed(model: nn.Module) -> None:
     """Warn of modules whose few parameters of their own take many layers with rules along into the fallback."""
     for path, module, rule in plan(model):
-        own = [name for name, _ in module.named_parameters(recurse=False)]
         inside = [m for m in module.modules() if m is not module and find_rule(m) is not None and list(m.parameters())]
+        shared = {id(p) for child in module.children() for p in child.parameters()}
+        own = [name for name, p in module.named_parameters(recurse=False) if id(p) not in shared]
         if rule is functional and own and inside:
             where = f"{type(module).__name__} at {path!r}" if path else type(module).__name__
             count = sum(p.numel() for p in module.parameters())
