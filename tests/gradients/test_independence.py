@@ -66,6 +66,12 @@ def test_known_problems_name_module_and_cure():
     assert problems[0] == "BatchNorm2d at 'bn' mixes samples; use GroupNorm, or call erlangen.fix(model)"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_refused_with_the_cure():
+    (problem,) = known_problems(torch.jit.script(nn.Linear(2, 2)))
+    assert "the nn.Module that it was made from" in problem
+
+
 def test_fix_replaces_them_and_keeps_affine_parameters():
     bn = nn.BatchNorm2d(48)
     net = erlangen.fix(nn.Sequential(nn.Conv2d(3, 48, 3), bn, nn.InstanceNorm2d(48, track_running_stats=True)))

@@ -40,6 +40,8 @@ class MixesSamples(ValueError):
 def known_problems(module: nn.Module) -> list[str]:
     """Modules that are known to mix samples or to keep un-noised statistics, with the cure."""
     problems = []
+    if isinstance(module, torch.jit.ScriptModule):
+        return ["a ScriptModule hides its layers; pass the nn.Module that it was made from, and script it after training"]
     for path, m in module.named_modules():
         where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS):
