@@ -285,3 +285,10 @@ def test_a_delta_below_the_rounding_of_many_steps_is_refused():
     with pytest.raises(acc.AccountingError, match="larger delta"):
         acc.epsilon(many, 1e-12)
     assert acc.epsilon(many, 1e-12, "rdp") >= acc.epsilon(acc.gaussian(50.0 / math.sqrt(100_000)), 1e-12)
+
+
+def test_an_epsilon_of_zero_by_rdp_is_not_believed_where_the_central_limit_has_more():
+    """It said 0 where ε is 3·10⁻⁷: μ/√2π, which is δ at ε = 0, lay between δ and 2δ."""
+    many = [(acc.poisson(1.212e-05, acc.gaussian(86445.0)), 849_080_659)]
+    with pytest.raises(acc.AccountingError, match="rounds epsilon to 0"):
+        acc.epsilon(many, 1.48e-6, "rdp")

@@ -236,7 +236,7 @@ def _zero_is_doubtful(normal: Normal, delta: float) -> bool:
             continue
         if gaussian:
             square += count * q * q * math.expm1(min(sigma**-2, 50.0))
-    return math.sqrt(square / (2 * math.pi)) > 2 * delta
+    return math.sqrt(square / (2 * math.pi)) > delta
 
 
 def _replace_one(normal: Normal, method: Method) -> Normal:
