@@ -73,6 +73,26 @@ def test_dilated_kernels_keep_their_bound(name: str, dilation: int, bound: float
             theirs.check_equivariance(off_grid_tolerance=bound)
 
 
+@pytest.mark.parametrize("name", ["C5", "C8", "D3", "D7", "O(2)"])
+@pytest.mark.parametrize(("options", "size", "bound"), [
+    ({"stride": 2}, 33, 0.1), ({"stride": 3}, 34, 0.225), ({"stride": 4}, 33, 0.4), ({"stride": 2, "dilation": 3}, 33, 0.225),
+])  # fmt: skip
+def test_strided_convolutions_keep_their_bound(name: str, options: dict, size: int, bound: float) -> None:
+    torch.manual_seed(0)
+    inner = main_type(group_by_name(name))
+    conv = SteerableConv2d(inner, inner, 3, padding=options.get("dilation", 1), **options)
+    assert conv.off_grid_bound == pytest.approx(bound)
+    conv.check_equivariance(size=size)
+
+
+def test_filters_of_ones_own_have_no_bound_but_are_measured() -> None:
+    """Frequency 3 on the ring of radius 1 is more than eight taps around it carry."""
+    torch.manual_seed(0)
+    inner = regular_fields(cyclic(8), 2)
+    conv = SteerableConv2d(inner, inner, 3, padding=1, cutoff=3.0)
+    assert conv.check_equivariance().off_grid > SteerableConv2d(inner, inner, 3, padding=1).check_equivariance().off_grid
+
+
 def test_a_dilated_kernel_has_the_taps_of_the_undilated_one() -> None:
     torch.manual_seed(0)
     inner = regular_fields(cyclic(8), 2)
@@ -247,6 +267,8 @@ def test_errors_name_the_cure() -> None:
         SteerableConv2d(regular_fields(d4, 3), regular_fields(d4, 2), 3, groups=2)
     with pytest.raises(ValueError, match="reorder"):
         SteerableConv2d(fields([regular(d4), trivial(d4)]), regular_fields(d4, 2), 3, groups=2)
+    with pytest.raises(ValueError, match="does not divide into 2 equal groups"):  # 9 and 3 channels: a field in both halves
+        SteerableConv2d(trivial_fields(c4, 2), fields([trivial(c4), regular(c4), regular(c4)] + 3 * [trivial(c4)]), 3, groups=2)
     with pytest.raises(ValueError, match="basis='steerable'"):
         SteerableConv2d(fields(irrep(d4, 1)), regular_fields(d4, 1), 3, basis="pixel")
     with pytest.raises(ValueError, match="restrict it first"):

@@ -15,6 +15,7 @@ from erlangen.equivariant import (
     FieldType,
     FourierNonlinearity,
     GatedNonlinearity,
+    Group,
     GroupPool,
     NormNonlinearity,
     Pointwise,
@@ -129,6 +130,19 @@ def test_wrong_layers_are_caught() -> None:
     with pytest.raises(EquivarianceError, match="even sizes"):
         SpatialMaxPool(REGULAR, 2).check_equivariance(size=9)
     SpatialMaxPool(REGULAR, 2).check_equivariance(size=8)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "size"), [(2, 2, 32), (3, 1, 33), (3, 2, 33), (3, 3, 33), (4, 4, 32), (5, 3, 35)])
+@pytest.mark.parametrize("group", [cyclic(5), C8, dihedral(3)], ids=str)
+def test_pooling_keeps_its_bound_between_the_angles_of_the_grid(group: Group, kernel: int, stride: int, size: int) -> None:
+    """The largest of a window grows worse with the window, its mean with the distance between windows only."""
+    largest, mean = (kind(regular_fields(group, 2), kernel, stride) for kind in (SpatialMaxPool, SpatialAvgPool))
+    assert largest.off_grid_bound == pytest.approx(0.1 * max(1, kernel**2 / 4))
+    assert mean.off_grid_bound == pytest.approx(0.1 * max(1, stride**2 / 4))
+    assert mean.check_equivariance(size).off_grid < largest.check_equivariance(size).off_grid
+    if stride > 1 and group != cyclic(5):  # whose only exact symmetry is the identity
+        with pytest.raises(EquivarianceError, match="strides on even sizes"):
+            largest.check_equivariance(size + 1)
 
 
 def test_refusals_name_the_cure() -> None:

@@ -147,6 +147,6 @@ def check_equivariance(
     if not report.off_grid <= off_grid_tolerance:
         raise EquivarianceError(
             f"{type(module).__name__} breaks {found_out.group} by {report.off_grid:.2e} off the pixel grid "
-            f"(tolerance {off_grid_tolerance:.0e}); use larger or more band-limited kernels"
+            f"(tolerance {off_grid_tolerance:.1e}); use larger or more band-limited kernels, and sizes that strides divide"
         )
     return report

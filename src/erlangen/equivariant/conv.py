@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.expansion import KernelExpansion
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.kernels import KernelGrid
-from erlangen.equivariant.module import EquivariantModule
+from erlangen.equivariant.module import EquivariantModule, bound_off_grid
 from erlangen.gradients.kernels.conv2d import conv2d
 
 
@@ -62,8 +62,8 @@ class SteerableConv2d(EquivariantModule):
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.groups, self.padding_mode, self.standardise, self.eps = groups, padding_mode, standardise, eps
         grid = KernelGrid.build(kernel_size, 1 if stretch else dilation, rings, widths, cutoff)
-        # Images that are smooth on the scale of a pixel are less so on that of the taps: the error grows as its square.
-        self.off_grid_bound = 0.1 * max(1.0, (dilation / 2) ** 2) if stretch or dilation == 1 else math.inf
+        usual = (stretch or dilation == 1) and cutoff is None and rings is None and widths is None
+        self.off_grid_bound = bound_off_grid(max(dilation, stride)) if usual else math.inf
         self.expansion = KernelExpansion(_one_group(in_type, groups), _check_groups(out_type, groups), grid, basis)
         self.weight = nn.Parameter(torch.empty(self.expansion.dimension))
         invariants = out_type.invariants()
@@ -159,9 +159,9 @@ def _one_group(in_type: FieldType, groups: int) -> FieldType:
 
 
 def _check_groups(out_type: FieldType, groups: int) -> FieldType:
-    if len(out_type) % groups or any(
-        out_type.representations[g * (len(out_type) // groups)].size != out_type.representations[0].size
-        for g in range(groups)
-    ):
-        raise ValueError(f"{out_type} does not divide into {groups} equal groups of fields")
+    """The output type, whose groups of fields must have as many channels each: no field lies across two groups."""
+    count, rest = divmod(len(out_type), groups)
+    sizes = [rho.size for rho in out_type.representations]
+    if rest or len({sum(sizes[g * count : (g + 1) * count]) for g in range(groups)}) > 1:
+        raise ValueError(f"{out_type} does not divide into {groups} equal groups of fields; reorder or pad the fields")
     return out_type

@@ -11,6 +11,14 @@ from erlangen.equivariant.constants import ConstantsModule
 from erlangen.equivariant.fields import FieldType
 
 
+def bound_off_grid(distance: float) -> float:
+    """Largest relative error at other angles, on smooth images of 33×33, of a layer whose taps or outputs are so far apart.
+
+    Images that are smooth on the scale of a pixel are less so on that of ``distance`` pixels: the error grows as its square.
+    """
+    return 0.1 * max(1.0, (distance / 2) ** 2)
+
+
 class Exportable:
     """Knows its plain form; `export` asks for it."""
 
@@ -25,8 +33,8 @@ class EquivariantModule(ConstantsModule, Exportable):
     state dictionaries, deep copies, ``torch.func`` and ``torch.compile`` see an ordinary module.
     """
 
-    #: largest relative error off the grid on smooth images of 33×33
-    off_grid_bound: float = 0.1
+    #: largest relative error off the grid on smooth images of 33×33; infinite where none is promised
+    off_grid_bound: float = bound_off_grid(1)
 
     def __init__(self, in_type: FieldType, out_type: FieldType) -> None:
         super().__init__()

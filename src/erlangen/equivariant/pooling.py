@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from erlangen.equivariant.fields import FieldType, trivial_fields
-from erlangen.equivariant.module import EquivariantModule, require_permutation
+from erlangen.equivariant.module import EquivariantModule, bound_off_grid, require_permutation
 from erlangen.equivariant.nonlinearities import field_norms
 from erlangen.equivariant.plain import DropFields, FieldNorms, members
 
@@ -19,6 +19,7 @@ class SpatialMaxPool(EquivariantModule):
         super().__init__(field_type, field_type)
         require_permutation(field_type, "SpatialMaxPool")
         self.kernel_size, self.stride, self.padding = kernel_size, stride or kernel_size, padding
+        self.off_grid_bound = bound_off_grid(max(self.kernel_size, self.stride))  # the largest of a window, not its mean
 
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
@@ -33,6 +34,7 @@ class SpatialAvgPool(EquivariantModule):
     def __init__(self, field_type: FieldType, kernel_size: int, stride: int | None = None, padding: int = 0) -> None:
         super().__init__(field_type, field_type)
         self.kernel_size, self.stride, self.padding = kernel_size, stride or kernel_size, padding
+        self.off_grid_bound = bound_off_grid(self.stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding)
