@@ -20,7 +20,7 @@ from erlangen import PrivacyEngine  # noqa: E402
 from erlangen.gradients import RowMap  # noqa: E402
 from erlangen.gradients.attach import plan  # noqa: E402
 from erlangen.gradients.fallback import functional  # noqa: E402
-from erlangen.mechanisms.rep import structural_metric  # noqa: E402
+from erlangen.mechanisms.rep import convolution_weights, shuffled, structural_metric  # noqa: E402
 from tests.gradients.reference import assert_same, one_by_one, recorded  # noqa: E402
 from tests.oracles import escnn_reference  # noqa: E402
 
@@ -110,6 +110,20 @@ def test_the_metric_of_rep_is_the_initial_spread_of_the_layer() -> None:
         ratio = scales[f"{name}.weights"] / spread
         assert bool(((ratio / ratio.mean() - 1).abs() < 0.25).all())  # the same up to one factor for the layer
     assert len(layers) == 2
+
+
+def test_shuffle_permutes_their_entries_and_other_metrics_are_refused() -> None:
+    net = Net(SPACES["C8"]())
+    names = [f"{n}.weights" for n, m in net.named_modules() if isinstance(m, escnn.nn.R2Conv)]
+    assert convolution_weights(net) == names
+    before = structural_metric(net)
+    after = shuffled(before, names)
+    entries = [torch.cat([metric[n] for n in names]) for metric in (before, after)]
+    assert not torch.equal(*entries)
+    assert torch.equal(entries[0].sort().values, entries[1].sort().values)
+    assert all(torch.equal(before[n], after[n]) for n in before if n not in names)
+    with pytest.raises(ValueError, match="not known for escnn's layers"):
+        structural_metric(net, "paper")
 
 
 def test_batch_norm_of_escnn_is_refused() -> None:

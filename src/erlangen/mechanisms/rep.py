@@ -43,6 +43,8 @@ def initial_scales(module: nn.Module, metric: str = "escnn") -> Metric:
     scales: Metric = {}
     for name, owner, local, parameter in _places(module):
         own = getattr(owner, METRICS[metric], None)
+        if _of_escnn(owner, local) and metric != "escnn":
+            raise ValueError(f"metric {metric!r} of {name!r} is not known for escnn's layers; use 'escnn' or give tensors by name")
         given = own()[local] if callable(own) else _he_scale(owner, local, parameter)
         scales[name] = torch.as_tensor(given).to(parameter).expand(parameter.shape).clone()
     return scales
@@ -67,8 +69,13 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramet
                 yield name, owner, local, parameter
 
 
+def _of_escnn(owner: nn.Module, local: str) -> bool:
+    """Whether these are the coefficients of one of escnn's own steerable kernels."""
+    return local == "weights" and type(owner).__module__.startswith("escnn.") and hasattr(owner, "basisexpansion")
+
+
 def _he_scale(owner: nn.Module, local: str, parameter: Tensor) -> float | Tensor:
-    if local == "weights" and type(owner).__module__.startswith("escnn.") and hasattr(owner, "basisexpansion"):
+    if _of_escnn(owner, local):
         from escnn.nn.init import _generalized_he_init_variances  # despite its name, standard deviations
 
         return _generalized_he_init_variances(owner.basisexpansion)
@@ -126,7 +133,10 @@ def custom_metric(module: nn.Module, given: Mapping[str, Any]) -> Metric:
 def convolution_weights(module: nn.Module) -> list[str]:
     """The parameters that SHUFFLE permutes: kernels, or the coefficients of steerable kernels."""
     is_kernel = lambda owner: isinstance(owner, _ConvNd) or hasattr(owner, "coefficient_gradient")  # noqa: E731
-    return [name for name, owner, local, _ in _places(module) if local == "weight" and is_kernel(owner)]
+    return [
+        name for name, owner, local, _ in _places(module)
+        if (local == "weight" and is_kernel(owner)) or _of_escnn(owner, local)
+    ]  # fmt: skip
 
 
 def shuffled(metric: Mapping[str, Tensor], names: list[str], seed: int = 0, scope: str = "global") -> Metric:
