@@ -34,6 +34,7 @@ from erlangen.data import load
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
+from erlangen.training.metrics import near_zero
 
 #: σ → test accuracy of ISO, SHUFFLE and REP in the paper's Table 1; its Figure 2 (Fashion-MNIST) prints no numbers
 PAPER = {
@@ -183,8 +184,8 @@ class Table1(Bench[Cell]):
         print()
         self.paused.unlink(missing_ok=True)
         return [
-            {"epsilon": self.cost(phase, ensemble, k), "delta": configs[k].delta, **scores}
-            for k, scores in enumerate(ensemble.evaluate())
+            {"epsilon": self.cost(phase, ensemble, k), "delta": configs[k].delta, **scores, "small_parameters": near_zero([w])}
+            for k, (scores, w) in enumerate(zip(ensemble.evaluate(), ensemble.weights(), strict=True))
         ]
 
     def cost(self, phase: str, ensemble: Ensemble, member: int) -> dict[str, float] | None:

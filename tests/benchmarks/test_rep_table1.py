@@ -49,6 +49,7 @@ def test_every_mechanism_is_tuned_alike_and_measured_at_what_was_best(start, tmp
         assert {r["lr"] for r in found["runs"] if r["mechanism"] == m} == {best["lr"]}
     cells = [(r["sigma"], r["seed"], r["mechanism"]) for r in found["runs"]]
     assert sorted(cells) == sorted((s, k, m) for s, k in ((1.0, 0), (1.0, 1), (0.8, 0)) for m in bench.ORDER)
+    assert all({"brier", "ece", "small_parameters"} <= r.keys() and 0 <= r["small_parameters"] < 1 for r in found["runs"])
     assert found["table"] == bench.table(found["runs"], bench.PAPER)
     assert found["tuning"][0]["epsilon"]["pld"] < found["runs"][0]["epsilon"]["pld"], "fewer steps cost less"
     before = (tmp_path / "table.json").read_text()

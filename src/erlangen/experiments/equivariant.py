@@ -196,7 +196,7 @@ _add(
     [Cell(f"{views} views", cifar(8, views=views)) for views in (1, 2, 4, 8, 16, 32)],
 )  # fmt: skip
 
-#: statistics over a seventh of the fields each: chosen on a split of the training set
+#: statistics over a seventh of the fields each: a prototype chose it by test accuracy; on a split it is worth 1.8 points
 GROUPS: dict[str, Any] = {"norm_groups": 7}
 
 
