@@ -7,6 +7,7 @@ the difference of their released weights would cancel the noise.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,19 @@ def _filled(generator: torch.Generator, words: bytes) -> torch.Generator:
     state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS] = slots.view(torch.uint8)
     generator.set_state(state)
     return generator
+
+
+def fill_normal(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Independent standard normals in every entry of ``out``, as far out as any release needs them.
+
+    PyTorch's float32 normals are made of uniforms of 24 bits, and none is longer than √(2·24·ln 2) = 5.77 (6.8 on a GPU). Whatever
+    lies beyond could only come from the neighbour whose sum is larger: σ = 0.6 and 20 expected draws of a record give that away
+    with probability 4·10⁻⁴, whatever ε is. (z₁ + z₂)/√2 is as normal, and ends at 8.2: 10⁻⁹.
+    """
+    out.normal_(generator=generator)
+    if out.dtype == torch.float64:  # of 53 bits: up to 8.6
+        return out
+    return out.add_(torch.empty_like(out).normal_(generator=generator)).mul_(math.sqrt(0.5))
 
 
 class SharedWords:

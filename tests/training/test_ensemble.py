@@ -31,7 +31,7 @@ from erlangen.equivariant import (
     trivial_fields,
 )
 from erlangen.models import register_model
-from erlangen.streams import Stream
+from erlangen.streams import Stream, fill_normal
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
@@ -467,3 +467,9 @@ def test_forks_and_copies_draw_batches_of_their_own_in_the_middle_of_a_block():
         process = PoissonProcess(400, 200, Stream("sampling", seed))
         process.draw(3)
         assert np.array_equal(copy.deepcopy(process).draw(1)[0], process.draw(1)[0]) is same
+
+
+def test_members_draw_noise_that_reaches_as_far_as_a_session_s():
+    family = Ensemble([dataclasses.replace(CONFIG, data="digits", model="logistic", model_options={})]).family
+    drawn = family.noise(torch.empty(2, 40), torch.Generator().manual_seed(3))
+    assert torch.equal(drawn, fill_normal(torch.empty(2, 40), torch.Generator().manual_seed(3)))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erlangen.streams import Stream, secure_uniform
+from erlangen.streams import Stream, fill_normal, secure_uniform
 
 GRID = 2.0**-40
 
@@ -67,7 +67,7 @@ class StreamNoise(NoiseSource):
         self._generators = {}
 
     def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
-        noise = torch.empty_like(value, memory_format=torch.contiguous_format).normal_(generator=self._generator(value.device))
+        noise = fill_normal(torch.empty_like(value, memory_format=torch.contiguous_format), self._generator(value.device))
         return value + (noise * std if isinstance(std, Tensor) else noise.mul_(std))
 
     @torch.no_grad()  # sums may carry a graph, which nothing after the noise follows
@@ -81,7 +81,7 @@ class StreamNoise(NoiseSource):
         noise = torch.empty(sum(value.numel() for value in values), device=device, dtype=dtype)
         parts = noise.split([value.numel() for value in values])
         for part in [noise] if noise.is_cuda else parts:
-            part.normal_(generator=self._generator(device))
+            fill_normal(part, self._generator(device))
         noise.mul_(std)
         laid = [_laid_out(part, value) for part, value in zip(parts, values, strict=True)]
         torch._foreach_add_(laid, list(values))

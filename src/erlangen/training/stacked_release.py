@@ -32,6 +32,7 @@ from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat
 from erlangen.mechanisms.frequency import GUARD, hartley
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
+from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError
 from erlangen.training.stacked_rows import Filter, Rows, norms
 
@@ -89,7 +90,7 @@ class StackedRelease(ABC):
         """The private mean gradients [E, d]; ``total`` may be overwritten."""
 
     def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.empty_like(like).normal_(generator=generator)
+        return fill_normal(torch.empty_like(like), generator)
 
 
 class StackedGaussian(StackedRelease):
