@@ -8,10 +8,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import TensorDataset
 
 from erlangen.accounting.certificate_check import verify
-from erlangen.data import from_torch
+from erlangen.data import from_torch, load
 from erlangen.data.arrays import from_arrays
 from erlangen.data.base import Dataset
 from erlangen.gradients.rows import RowMap
@@ -115,3 +116,25 @@ def test_an_ensemble_does_not_pass_over_whose_records_are(tmp_path):
     with pytest.raises(ConfigError, match="says whose each record is"):
         Ensemble([CONFIG], from_torch(pairs, unit=[k // 3 for k in range(12)]))
     Ensemble([CONFIG], from_torch(pairs))
+
+
+@pytest.mark.parametrize(
+    ("options", "public", "said"),
+    [({}, None, True), ({"channels": "grey"}, None, False), ({}, "L", True), ({}, "RGB", False)],
+    ids=["private alone", "given", "public grey", "public colour"],
+)
+def test_colours_that_one_private_image_decides_are_said(options, public, said, tmp_path):
+    """Among grey images one in colour makes the first weights three times as many: no noise hides that."""
+    rng = np.random.default_rng(0)
+    for k, name in enumerate(("cat", "dog")):
+        for i in range(10):
+            path = tmp_path / "images" / "train" / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 255, (8, 8), dtype=np.uint8)).save(path)
+        if public is not None:
+            (tmp_path / "images" / "test" / name).mkdir(parents=True)
+            Image.new(public, (8, 8), k).save(tmp_path / "images" / "test" / name / "a.png")
+    dataset = load(tmp_path / "images", **options)
+    assert any("read off the private images" in note for note in dataset.notes) is said
+    lines = certified(dataset, tmp_path)["not_covered"]
+    assert any("sees colours" in line for line in lines) is said

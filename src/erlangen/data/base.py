@@ -44,6 +44,8 @@ class Dataset:
     source: str | None = None
     #: whether nothing but private labels says how many classes there are: then one record can change their number
     classes_from_labels: bool = False
+    #: whether nothing but private images says whether the network sees colours: then one record can change its shape
+    channels_from_images: bool = False
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -66,11 +66,17 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
         unit_labels = np.array(owners(train.files, train.root, unit, options))
         _refuse_shared_owners(unit_labels, test, unit, options)
     _say(parts, prep, notes)
+    known = options.channels != "auto" or (test is not None and not all(fact.grey for fact in test.facts))
+    if not known:
+        notes.append(
+            f"that the network sees {'grey images' if prep.channels == 1 else 'colours'} is read off the private images, where "
+            f"one can change it; give --channels {'grey' if prep.channels == 1 else 'rgb'}"
+        )
     digest = hashlib.sha256("".join(f"{k}:{d}\n" for k, d in zip(train.labels, digests, strict=True)).encode())
     labels = np.array(train.labels, dtype=np.int64)
     return Dataset(
         root.resolve().name, x_train, labels, x_test, y_test, len(classes), unit_labels, tuple(classes), prep,
-        tuple(notes), digest.hexdigest(),
+        tuple(notes), digest.hexdigest(), channels_from_images=not known,
     )  # fmt: skip
 
 

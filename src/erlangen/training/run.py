@@ -61,6 +61,12 @@ CLASSES_FROM_LABELS = (
 )
 
 
+CHANNELS_FROM_IMAGES = (
+    "whether the network sees colours, which shows in the shape of its first weights: it was read off the private images, where "
+    "one record can change it"
+)
+
+
 class Interrupted(Exception):
     """The user stopped the run; it can be resumed."""
 
@@ -407,11 +413,17 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
-        "not_covered": [CLASSES_FROM_LABELS] if session.dataset.classes_from_labels else [],
+        "not_covered": _shown_in_shapes(session.dataset),
         "audit": _audit_line(audited),
         "config": without_places(config),
     })  # fmt: skip
     certificate.save(document, folder)
+
+
+def _shown_in_shapes(dataset: Dataset) -> list[str]:
+    """What private records alone decide about the shape of the weights: no noise hides that."""
+    decided = {CLASSES_FROM_LABELS: dataset.classes_from_labels, CHANNELS_FROM_IMAGES: dataset.channels_from_images}
+    return [words for words, so in decided.items() if so]
 
 
 def _audit_line(path: Path) -> str | None:
