@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from erlangen.cli.settings import assigned
+
 if TYPE_CHECKING:
     from erlangen.audit.verdict import Finding
 
@@ -68,7 +70,7 @@ def mechanism(
     _check_numbers(confidence, delta, trials=(trials, 1), d=(d, 1))
     if batch <= 0 or (bound is not None and bound <= 0):
         raise typer.BadParameter(f"batch is {batch} and bound is {bound}; both must be above 0")
-    options: dict[str, Any] = dict(_assignment(text) for text in set_)
+    options: dict[str, Any] = assigned({}, set_)
     if as_published is not None:
         options["as_published"] = True if as_published == FLAG else as_published
     if beta is not None:
@@ -223,16 +225,6 @@ def _words(f: Finding) -> str:
         speed = f"{f.facts['releases']:,} releases at {f.facts['releases_per_second']:,} a second"
         lines.append(f"  {speed}; neighbours: {f.facts['neighbours']}")
     return "\n".join(lines)
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise typer.BadParameter(f"--set {text!r} has no '='; write --set key=value")
-    try:
-        return key.strip(), json.loads(value)
-    except json.JSONDecodeError:
-        return key.strip(), value
 
 
 @contextmanager

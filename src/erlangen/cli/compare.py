@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from erlangen.cli.data import CHANNELS, IMAGE_SIZE, SKIP_BAD, UNIT_CSV, UNIT_PATTERN, WHITE, data_options
+from erlangen.cli.settings import assigned
 
 #: the networks that Clipless can train are not those of the others
 LIPSCHITZ = "lipschitz-mlp"
@@ -53,7 +54,6 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Compare mechanisms at equal true ε: one table, one figure, paired intervals over seeds. Resumable."""
-    from erlangen.cli.train import _assignment
     from erlangen.experiments.compare import Comparison
     from erlangen.experiments.compare import compare as run
     from erlangen.experiments.pool import Pool, default_workers, require_ray
@@ -65,7 +65,7 @@ def compare(
     given = {"data": data, "model": model, "unit": unit, "steps": steps, "batch": batch, "device": device}
     values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     values["data_options"] = data_options(unit_pattern, unit_csv, image_size, channels, white, skip_bad)
-    base = TrainConfig.from_dict({**values, **dict(_assignment(text) for text in set_)})
+    base = TrainConfig.from_dict(assigned(values, set_))
     spec = Comparison(
         base, tuple(names), tuple(_numbers(epsilon)), seeds, trials, held_out, accounted, _models(model_for, base.model, names)
     )  # fmt: skip

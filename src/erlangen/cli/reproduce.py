@@ -98,9 +98,9 @@ def _narrowed(part: Any, quick: bool, only: str | None, seeds: int | None) -> An
 
 def _changed(part: Any, assignments: list[str]) -> Any:
     """The cells with other options of `HOW`."""
-    from erlangen.cli.train import _assignment
+    from erlangen.cli.settings import assigned
 
-    changes = dict(_assignment(text) for text in assignments)
+    changes = assigned({}, assignments)
     refused = sorted(set(changes) - set(HOW))
     if refused:
         raise typer.BadParameter(f"{', '.join(refused)} would make another table; --set takes {KEYS}")

@@ -22,13 +22,12 @@ def tan(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Dry run: predict the accuracy of a large-batch private run at 1/k of its work. The dry run itself is NOT private."""
-    from erlangen.cli.train import _assignment
+    from erlangen.cli.settings import assigned
     from erlangen.training.config import TrainConfig, read_options
     from erlangen.training.tan import dry_run
 
     values: dict[str, Any] = read_options(config) if config is not None else {}
-    values |= dict(_assignment(text) for text in set_)
-    settings = TrainConfig.from_dict(values)
+    settings = TrainConfig.from_dict(assigned(values, set_))
     shown = (lambda seed, accuracy: None) if as_json else (lambda s, a: typer.echo(f"  seed {s}: {a:.2%}", err=True))
     result = dry_run(settings, k, range(seeds), out, shown)
     if as_json:

@@ -16,6 +16,7 @@ import typer
 
 from erlangen.cli.data import CHANNELS, IMAGE_SIZE, SKIP_BAD, UNIT_CSV, UNIT_PATTERN, WHITE, data_options
 from erlangen.cli.manners import Misuse
+from erlangen.cli.settings import assigned, assignment
 
 if TYPE_CHECKING:
     from erlangen.training.session import Session
@@ -102,7 +103,7 @@ def train(
         raise Misuse("--single-copy is for --resume: a new run writes both copies of its ledger")
     if delta != "auto":
         values["delta"] = _float("delta", delta)
-    settings = _settings(config, values | dict(_assignment(text) for text in set_))
+    settings = _settings(config, values, set_)
     folder = out or Path("runs") / f"{Path(settings.data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     summary = run_with_progress(settings, folder, overwrite, quiet=as_json, tensorboard=tensorboard)
     if as_json:
@@ -111,16 +112,17 @@ def train(
         report(summary, folder)
 
 
-def _settings(file: Path | None, given: dict[str, Any]) -> Any:
-    """The configuration: what was given here, then what the file says, then the defaults."""
+def _settings(file: Path | None, given: dict[str, Any], texts: list[str]) -> Any:
+    """The configuration: what was given here (``--set`` last), then what the file says, then the defaults."""
     from erlangen.training.config import TrainConfig, read_options
 
     values = read_options(file) if file is not None else {}
-    if given.keys() & {"epsilon", "noise_multiplier"}:  # one given here replaces the other one of the file
+    named = given.keys() | {assignment(text)[0] for text in texts}
+    if named & {"epsilon", "noise_multiplier"}:  # one given here replaces the other one of the file
         values = {key: value for key, value in values.items() if key not in ("epsilon", "noise_multiplier")}
     if "data_options" in given and isinstance(values.get("data_options"), dict):
         given = {**given, "data_options": values["data_options"] | given["data_options"]}
-    return TrainConfig.from_dict(values | given)
+    return TrainConfig.from_dict(assigned(values | given, texts))
 
 
 def _refuse_zeros(values: dict[str, Any]) -> None:
@@ -139,16 +141,6 @@ def _float(name: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{name} is {text!r}; give a number, or auto") from None
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise typer.BadParameter(f"--set {text!r} has no '='; write --set key=value")
-    try:
-        return key.strip(), json.loads(value)
-    except json.JSONDecodeError:
-        return key.strip(), value
 
 
 def run_with_progress(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,25 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
     if isinstance(builder, str):
         module, function = builder.split(":")
         builder = getattr(importlib.import_module(module), function)
-    if "num_classes" in inspect.signature(builder).parameters:
-        return builder(num_classes=classes, in_channels=input_shape[0], **options)
-    return builder(input_shape, classes, **options)
+    try:
+        if "num_classes" in inspect.signature(builder).parameters:
+            return builder(num_classes=classes, in_channels=input_shape[0], **options)
+        return builder(input_shape, classes, **options)
+    except TypeError as error:
+        stranger = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if stranger is None or stranger[1] not in options:
+            raise
+        free = sorted(_options(builder))
+        raise ValueError(
+            f"model {name!r} has no option {stranger[1]!r}; it takes {', '.join(free) or 'none'}.{hint(stranger[1], free)}"
+        ) from error
+
+
+def _options(builder: Callable[..., Any]) -> set[str]:
+    """What a builder takes beside input and classes, its wrappers' options included."""
+    found = set()
+    for through in (True, False):
+        taken = list(inspect.signature(builder, follow_wrapped=through).parameters.values())
+        fixed = ["num_classes", "in_channels"] if "num_classes" in (p.name for p in taken) else [p.name for p in taken[:2]]
+        found |= {p.name for p in taken if p.name not in fixed and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return found

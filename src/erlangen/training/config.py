@@ -73,7 +73,8 @@ class TrainConfig:
             if float in allowed:
                 allowed += (int,)
             if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-                names = " or ".join("true or false" if k is bool else k.__name__ for k in allowed if k is not type(None))
+                words = {bool: "true or false", dict: "an object {…}"}
+                names = " or ".join(words.get(k, k.__name__) for k in allowed if k is not type(None))
                 raise ConfigError(f"{name} is {value!r}; it must be {names}")
         for name, ok, cure in (
             ("max_grad_norm", self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm), "give C > 0"),
