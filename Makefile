@@ -18,6 +18,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) $(PIP_ARGS) -e ".[report,ui,export,sign,test,dev]"
 	touch $(READY)
 
+# Threads that wait sleep: where other programs use the cores too, waiting in a loop makes these small layers ten times slower.
+demo: export OMP_WAIT_POLICY = PASSIVE
 demo: $(READY)
 	$(BIN)/erlangen train --data rotated_digits --model c8-tiny --mechanism rep --epsilon 3 --batch 512 --steps 100 --lr 1 \
 		--set momentum=0 --set 'mechanism_options={"power": 0.5}' --out runs/demo --overwrite
