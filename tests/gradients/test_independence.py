@@ -317,3 +317,59 @@ def test_a_scalar_of_one_s_own_is_looked_at_as_every_parameter():
             return x @ self.weight.t() * self.temperature
 
     check_independence(Tempered(), (torch.randn(3, 4),))
+
+
+class ByLength(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / len(x)
+
+
+def test_a_module_that_knows_how_many_records_were_drawn_is_refused():
+    """19 gradients that fill the bound at 19 records are shorter at 20: a record in their way moved the sum by 1.95 bounds."""
+    with pytest.raises(MixesSamples, match=r"ByLength at '1' .* how many records"):
+        check_independence(nn.Sequential(nn.Linear(4, 2), ByLength()), (torch.randn(3, 4),))
+    moved = []
+    for count in (20, 19):
+        x = torch.full((20, 4), 0.05)
+        x[19] *= -1000
+        model = nn.Sequential(nn.Linear(4, 1, bias=False), ByLength())
+        model[0].weight.data.zero_()
+        _, optimizer, loader = erlangen.PrivacyEngine(seed=0).make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 1.0), noise_multiplier=0.0, max_grad_norm=0.1 / 19,
+            data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:count]), batch_size=count), check=False,
+            loss_reduction="sum",
+        )  # fmt: skip
+        (rows,) = next(iter(loader))
+        model(rows).sum().backward()
+        optimizer.step()
+        moved.append(count * model[0].weight.grad)
+    assert 1.9 < float((moved[0] - moved[1]).norm()) * 19 / 0.1 < 2
+
+
+class Running(nn.Module):
+    """Weights of the classes by how often each was seen so far."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.reduction, self.buffer = "sum", buffer
+        self.register_buffer("seen", torch.ones(4)) if buffer else setattr(self, "counts", torch.ones(4))
+
+    def forward(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        counts = self.seen if self.buffer else self.counts
+        counts += torch.bincount(y, minlength=4)
+        return nn.functional.cross_entropy(z, y, weight=(1 / counts).clone(), reduction="sum")
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_loss_that_remembers_earlier_batches_is_refused(buffer):
+    loss = Running(buffer)
+    with pytest.raises(MixesSamples, match="Running remembers the batches before"):
+        check_loss(loss, torch.randn(3, 4), torch.tensor([0, 1, 2]), "sum")
+    assert torch.equal(loss.seen if buffer else loss.counts, torch.ones(4))
+
+
+def test_a_loss_with_a_random_part_of_its_own_is_accepted():
+    def noisy(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(z + 0.1 * torch.randn(4), y)
+
+    check_loss(noisy, torch.randn(3, 4), torch.tensor([0, 1, 2]), "mean")

@@ -8,6 +8,7 @@ Neither would it where only the backward pass looks at them: a hook that divides
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ _ORDER_UNSEEN = (
 )
 
 _STATEFUL_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+#: a module's path, itself, and row 0 of what it was given and of what it returned
+_Call = tuple[str, nn.Module, list[Tensor], list[Tensor]]
 
 
 class MixesSamples(ValueError):
@@ -128,6 +133,24 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[st
                     f"the {kind} {name!r} is updated from the data: it would be released with the weights, without noise. "
                     "Drop the running statistics (GroupNorm needs none), or compute them on public data."
                 )
+    if not module.training:  # with dropout other shapes draw other numbers
+        _restore(module, start)
+        _check_fewer(module, inputs, first)
+
+
+def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Call]) -> None:
+    """Row 0 of every output is the same with one record less: how many were drawn is as private as who they are."""
+    rows = inputs[0].shape[0]
+    try:
+        second = _trace(module, tuple(t[:-1] if t.ndim and len(t) == rows else t for t in inputs))
+    except Exception:  # of a module for batches of one size: the first Poisson batch will tell
+        return
+    for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
+        if len(out_a) == len(out_b) and _same(in_a, in_b) and not _same(out_a, out_b):
+            raise MixesSamples(
+                f"{_where(path, m)} mixes samples: its output for one record changes with how many records the batch has, so one "
+                "more moves the gradients of all others. Let it divide by a constant, not by the length of the batch."
+            )
 
 
 def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor], batch_first: bool) -> None:
@@ -275,10 +298,15 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
     if outputs.shape[0] < 2 or not outputs.is_floating_point():
         return
 
+    with contextlib.suppress(Exception):  # what it remembers of made-up answers is not for the training to find
+        criterion = copy.deepcopy(criterion)
+
     def gradient(logits: Tensor, labels: Any) -> Tensor:
         logits = logits.detach().clone().requires_grad_()
         scale = len(logits) if reduction == "mean" else 1
-        return scale * torch.autograd.grad(criterion(logits, labels), logits)[0][:1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return scale * torch.autograd.grad(criterion(logits, labels), logits)[0][:1]
 
     own = gradient(outputs, targets)
     variants = [gradient(_changed(outputs, scale), targets) for scale in SCALES]
@@ -301,6 +329,11 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
                 other = targets.clone()
                 other[1:] = ignored
                 variants.append(gradient(outputs, other))
+    if not _same([own], [gradient(outputs, targets)]):
+        raise MixesSamples(
+            f"the loss {type(criterion).__name__} remembers the batches before: the gradient of one record changes with those of "
+            "earlier steps, which no noise covers (running class weights, a centre, a memory). Use a loss of this batch alone."
+        )
     if not all(_same([own], [v]) for v in variants):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "
@@ -318,9 +351,9 @@ def _changed(t: Tensor, scale: float = 2.0) -> Tensor:
     return other
 
 
-def _trace(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str, nn.Module, list[Tensor], list[Tensor]]]:
+def _trace(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[_Call]:
     """(path, module, row 0 of its inputs, row 0 of its outputs) in order of completion, innermost first."""
-    seen: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]] = []
+    seen: list[_Call] = []
     rows = inputs[0].shape[0]
     hooks = []
     for path, m in module.named_modules():
