@@ -125,7 +125,10 @@ class Group:
         if self.rotations is None:
             return Group(1, False)
         if self.rotations % 2:
-            raise ValueError(f"{self.name} has an odd number of rotations and no half with the same reflections")
+            raise ValueError(
+                f"{self.name} has an odd number of rotations and no half with the same reflections; choose an even number, or "
+                "give the network restriction=False"
+            )
         return Group(self.rotations // 2, self.reflections)
 
 
