@@ -188,6 +188,7 @@ def make_mechanism(mechanism: str, context: Context) -> Mechanism:
     known = mechanisms()
     if mechanism not in known:
         raise ValueError(
-            f"mechanism is {mechanism!r}; choose one of {', '.join(sorted(known))}, or pass a Mechanism.{hint(mechanism, known)}"
+            f"mechanism is {mechanism!r}; choose one of {', '.join(sorted(known))}, pass a Mechanism, or load what registers it "
+            f"(--plugin FILE).{hint(mechanism, known)}"
         )
     return known[mechanism](context)
