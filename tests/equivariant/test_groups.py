@@ -47,7 +47,7 @@ def test_half_and_names() -> None:
     assert so2().half() == cyclic(1)
     assert [group_by_name(n) for n in ("C8", "D4", "SO(2)", "o2")] == [cyclic(8), dihedral(4), so2(), o2()]
     assert [str(g) for g in (cyclic(8), dihedral(4), so2(), o2())] == ["C8", "D4", "SO(2)", "O(2)"]
-    with pytest.raises(ValueError, match="odd.*restriction=False"):
+    with pytest.raises(ValueError, match=r"odd.*restriction=False"):
         dihedral(3).half()
     with pytest.raises(ValueError, match="unknown group"):
         group_by_name("E8")
