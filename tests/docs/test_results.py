@@ -1,0 +1,136 @@
+"""Every row of the tables of REP and CIFAR-10 follows from the runs in the files beside the pages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import pytest
+from scipy.stats import t
+
+from erlangen.experiments.rep import TABLE_1
+
+FOLDER = Path(__file__).parents[2] / "docs" / "results"
+Runs = list[dict[str, Any]]
+
+
+def page(name: str) -> str:
+    """The text of a page, without bold type, with one kind of minus."""
+    return (FOLDER / name).read_text().replace("**", "").replace("−", "-")
+
+
+def content(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / name).read_text())
+
+
+def accuracy(runs: Runs, mechanism: str, sigma: float = 1.0) -> dict[int, float]:
+    """seed → test accuracy in %."""
+    return {r["seed"]: 100 * r["test_accuracy"] for r in runs if (r["mechanism"], r["sigma"]) == (mechanism, sigma)}
+
+
+def mean_and_error(values: Mapping[int, float]) -> str:
+    return f"{fmean(values.values()):.2f} ± {stdev(values.values()) / len(values) ** 0.5:.2f}"
+
+
+def paired(ours: Mapping[int, float], others: Mapping[int, float]) -> str:
+    gaps = [ours[seed] - others[seed] for seed in ours]
+    width = t.ppf(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
+    return f"{fmean(gaps):+.2f} ± {width:.2f}"
+
+
+def decimal(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}".removeprefix("0")
+
+
+@pytest.mark.parametrize("sigma", TABLE_1)
+@pytest.mark.parametrize("name", ["rep-table1.json", "rep-fashion.json"])
+def test_rep_against_iso_and_shuffle(name: str, sigma: float) -> None:
+    runs: Runs = content(name)["runs"]
+    epsilon = next(r["epsilon"] for r in runs if r["sigma"] == sigma)
+    by = {m: accuracy(runs, m, sigma) for m in ("iso", "shuffle", "rep")}
+    assert len({tuple(sorted(values)) for values in by.values()}) == 1, "pairs need the same seeds"
+    published = [f" ({p})" for p in TABLE_1[sigma]] if name == "rep-table1.json" else [""] * 3
+    cells = [
+        str(sigma), f"{epsilon['rdp']:.4f}", f"{epsilon['pld']:.3f}", str(len(by["iso"])),
+        *(mean_and_error(by[m]) + p for m, p in zip(by, published)), paired(by["rep"], by["iso"]), paired(by["rep"], by["shuffle"]),
+    ]  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in page("rep.md")
+
+
+METRICS = {
+    "iso": "ISO", "shuffle": "SHUFFLE (`escnn`)", "rep": "REP `escnn`", "rep:escnn:0.5": "REP `escnn`, `power=0.5`",
+    "rep:paper": "REP `paper`", "rep:paper:0.5": "REP `paper`, `power=0.5`",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mechanism", METRICS)
+def test_metrics_of_rep_and_what_chose_their_options(mechanism: str) -> None:
+    found = content("rep-fashion-metrics.json")
+    runs: Runs = [r for r in found["runs"] if r["mechanism"] == mechanism]
+    trials: dict[tuple[float, float], list[float]] = {}
+    for r in found["tuning"]:
+        if r["mechanism"] == mechanism:
+            trials.setdefault((r["lr"], r["clip"]), []).append(100 * r["test_accuracy"])
+    best = max(trials, key=lambda pick: fmean(trials[pick]))
+    assert {(r["lr"], r["clip"]) for r in runs} == {best}
+    by = {m: accuracy(found["runs"], m) for m in (mechanism, "iso", "shuffle")}
+    cells = [
+        METRICS[mechanism], f"{best[0]}, {best[1]}", f"{fmean(trials[best]):.2f}", mean_and_error(by[mechanism]),
+        *("–" if mechanism == other else paired(by[mechanism], by[other]) for other in ("iso", "shuffle")),
+        decimal(fmean(r["brier"] for r in runs), 4), decimal(fmean(r["ece"] for r in runs), 3),
+    ]  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in page("rep.md")
+
+
+@pytest.mark.parametrize(("lr", "clip"), itertools.product((0.06, 0.125, 0.25, 0.5), (0.3, 1.0)))
+def test_tuning_of_rep(lr: float, clip: float) -> None:
+    held_out = [
+        next(100 * r["test_accuracy"] for r in content(name)["tuning"] if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, clip))
+        for name in ("rep-table1.json", "rep-fashion.json")
+        for m in ("iso", "shuffle", "rep")
+    ]
+    row = f"| {lr} | {clip} | {lr * clip + 1e-9:.3f} | {' | '.join(f'{a:.1f}' for a in held_out)} |"
+    assert row in page("rep.md")
+
+
+def cifar_cells() -> dict[str, list[Any]]:
+    tuned, literal, two = (content(f"cifar-d4{part}.json") for part in ("", "-literal", "-eps2"))
+    return {**tuned["cells"], **literal["cells"], "ε=2": two["runs"]}
+
+
+@pytest.mark.parametrize(("name", "start"), [
+    ("ε=1", "| 1.00 | 1.10 | 7.256 | 135 |"), ("ε=2", "| 2.00 | 2.18 | 5.495 | 270 |"), ("ε=4", "| 4.00 | 4.34 | 4.227 | 540 |"),
+    ("ε=8", "| 8.00 | 8.63 | 3.334 | 1080 |"), ("the paper's 2160 steps, ε 8", "| 8.00 | 8.62 | 4.644 | 2160 |"),
+    ("Equivariant-ResNet-9 ε=2", "| 1.84 | 2.00 | 16.4 | 2160 |"), ("Equivariant-ResNet-9 ε=8", "| 7.30 | 7.87 | 5.0 | 2160 |"),
+])  # fmt: skip
+def test_cifar(name: str, start: str) -> None:
+    runs = cifar_cells()[name]
+    last = [run["metrics"][-1] for run in runs]
+    values = [100 * m["test_accuracy"] for m in last]
+    cells = [f"{a:.2f}" for a in values]
+    if len(runs) == 3:
+        cells += [f"{median(values):.2f}", f"{fmean(values):.2f} ± {stdev(values):.2f}"]
+    elif not name.startswith("Equivariant"):
+        cells += ["–", "–", cells[0], "one seed"]
+    cells += [decimal(fmean(m["brier"] for m in last), 3), decimal(fmean(m["ece"] for m in last), 2)]
+    assert f"{start} {' | '.join(cells)} | " in page("cifar.md")
+    spent, _, sigma, steps = (float(part) for part in start.strip("| ").split(" | "))
+    assert max(m["epsilon"] for m in last) == pytest.approx(spent, abs=0.005)
+    assert {run["config"]["steps"] for run in runs} == {int(steps)}
+    if "epsilon" in runs[0]:
+        assert runs[0]["sigma"] == pytest.approx(sigma, abs=0.0005)
+        assert f"{runs[0]['epsilon']['rdp']:.2f}" == start.split(" | ")[1]
+
+
+@pytest.mark.parametrize(("cell", "row"), [
+    ("as eq-tuned", "as `eq-tuned` (4 views)"), ("8 views", "8 views"), ("270 steps at σ = 6", "270 steps at σ = 6 (ε = 2.03)"),
+    ("each field its own norm", "each field its own norm (the paper's reading)"),
+])  # fmt: skip
+def test_trials_on_a_split(cell: str, row: str) -> None:
+    trials = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "tune-eq-tuned.json").read_text())["trials"]
+    found = {r["lr"]: f"{100 * r['heldout_accuracy']:.2f}" for r in trials if r["cell"] == cell}
+    assert f"| {row} | {found[2.0]} | {found.get(3.0, '–')}" in page("cifar.md")
