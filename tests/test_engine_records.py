@@ -91,6 +91,31 @@ def test_a_sampler_that_chooses_records_is_not_passed_over(sampler):
         private(records(), sampler=sampler)
 
 
+def indices_of(dataset: Dataset, rows: list[int]) -> None:
+    dataset.indices = rows
+
+
+def appended(dataset: Dataset, rows: list[int]) -> None:
+    dataset.datasets.append(dataset.datasets[0])
+    dataset.cumulative_sizes = [12, 24]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(lambda d: Subset(d, range(12)), indices_of), (lambda d: ConcatDataset([d]), appended)], ids=["indices", "joined"],
+)  # fmt: skip
+def test_a_data_set_whose_records_change_is_refused_before_the_next_draw(make, change):
+    """A curriculum that repeats hard records after the check: twelve copies of one moved the sum by twelve bounds."""
+    dataset, model = make(records()), nn.Linear(5, 3)
+    _, optimizer, loader = private(dataset, model)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    change(dataset, [0] * 12)
+    with pytest.raises(RuntimeError, match="other records than when it was made private"):
+        next(iter(loader))
+
+
 # -- neighbours' length ---------------------------------------------------------------------------------------------------
 
 

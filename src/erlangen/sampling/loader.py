@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
 
 from erlangen.gradients.rows import RowMap
+from erlangen.sampling.records import layout_of, require_layout
 from erlangen.sampling.samplers import Sampler
 from erlangen.sampling.tickets import Pass
 from erlangen.sampling.units import Units
@@ -84,6 +85,7 @@ class PrivateLoader(DataLoader):
     ) -> None:  # fmt: skip
         refuse_iterable(plain)
         self.private_sampler, self._announce = sampler, announce
+        self._layout = layout_of(plain.dataset)
         self._batches = _Batches(sampler, units, limit, workers or Workers())
         loading: dict[str, Any] = {}
         if plain.num_workers:
@@ -102,6 +104,7 @@ class PrivateLoader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        require_layout(self.dataset, self._layout)
         coming = self._batches.coming = deque()  # a queue of its own: iterations may overlap
         this = Pass()
         try:

@@ -65,6 +65,26 @@ def _origins(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.full(len(dataset), id(dataset), dtype=np.int64), np.arange(len(dataset))
 
 
+def layout_of(dataset: Any) -> Any:
+    """Which records a data set has, as far as indices and lengths say it."""
+    if isinstance(dataset, Subset):
+        rows = np.asarray([int(k) for k in dataset.indices], dtype=np.int64)
+        return hash(rows.tobytes()), layout_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return tuple(map(layout_of, dataset.datasets))
+    return len(dataset)
+
+
+def require_layout(dataset: Any, before: Any) -> None:
+    """Who is a record, and that each is there once, was looked at when sampling was made private."""
+    if layout_of(dataset) != before:
+        raise RuntimeError(
+            "the data set has other records than when it was made private (its length, or a Subset's indices, moved): some may be "
+            "there twice, and whoever was chosen by what was learnt of them is not covered. Call engine.remove() and make_private "
+            "again with the data set as it is now"
+        )
+
+
 # -- collate functions ----------------------------------------------------------------------------------------------------
 
 #: how often chance is asked whether it mixes: mixup is often left out, or mixes next to nothing
