@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,23 @@ import typer
 
 from erlangen.cli.main import app
 from erlangen.experiments.presets import tables
-from erlangen.mechanisms import base
 from erlangen.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/*/*.md"))]
+REGISTRIES = (
+    "erlangen.mechanisms.base._MECHANISMS", "erlangen.mechanisms.clipping.base._RULES", "erlangen.gradients.registry._RULES",
+    "erlangen.models._MODELS",
+)  # fmt: skip
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(base, "_MECHANISMS", dict(base._MECHANISMS))  # what a page registers ends with it
+    for registry in REGISTRIES:  # what a page registers ends with it
+        module, _, name = registry.rpartition(".")
+        monkeypatch.setattr(registry, dict(getattr(sys.modules[module], name)))
     torch.manual_seed(0)
     scope: dict = {"__name__": "page"}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
