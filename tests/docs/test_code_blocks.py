@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for registry in REGISTRIES:  # what a page registers ends with it
         module, _, name = registry.rpartition(".")
-        monkeypatch.setattr(registry, dict(getattr(sys.modules[module], name)))
+        monkeypatch.setattr(registry, dict(getattr(importlib.import_module(module), name)))
     torch.manual_seed(0)
     scope: dict = {"__name__": "page"}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
