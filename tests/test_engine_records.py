@@ -20,7 +20,8 @@ from torch.utils.data import (
 import erlangen
 from erlangen import lipschitz
 from erlangen.data import from_torch
-from erlangen.gradients.independence import MixesSamples, check_loss
+from erlangen.gradients.independence import MixesSamples
+from erlangen.gradients.losses import check_loss
 from erlangen.lipschitz.backward_clip import AdaptiveBackwardClip
 from erlangen.mechanisms import GaussianMechanism, Mechanism
 from erlangen.mechanisms.geodp import Angles

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import erlangen
-from erlangen.gradients.independence import MixesSamples, check_independence, check_loss, known_problems
+from erlangen.gradients.independence import MixesSamples, check_independence, known_problems
+from erlangen.gradients.losses import check_loss
 
 
 class Whiten(nn.Module):

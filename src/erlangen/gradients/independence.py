@@ -8,10 +8,9 @@ Neither would it where only the backward pass looks at them: a hook that divides
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +21,6 @@ from erlangen.gradients.tape import Tape
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
-
-#: PyTorch's own ignore_index, which nobody chose: no class of a whole record has this label, but pixels and tokens may
-UNUSED = -100
 
 _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
@@ -117,9 +113,9 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[st
     moved = {name: t.detach().clone() for name, t in _state(module) if not torch.equal(t, start[name])}
     for scale in SCALES:
         _restore(module, start)
-        second = _trace(module, tuple(_changed(t, scale) for t in inputs))
+        second = _trace(module, tuple(changed(t, scale) for t in inputs))
         for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
-            if _same(in_a, in_b) and not _same(out_a, out_b):
+            if same(in_a, in_b) and not same(out_a, out_b):
                 raise MixesSamples(
                     f"{_where(path, m)} mixes samples: its output for one record changes with the other records of the "
                     "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
@@ -127,7 +123,7 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[st
                 )
         for name, t in _state(module):
             before = moved.get(name, start[name])
-            if not torch.equal(t, before) and not _same([t], [before]):
+            if not torch.equal(t, before) and not same([t], [before]):
                 kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
                 raise MixesSamples(
                     f"the {kind} {name!r} is updated from the data: it would be released with the weights, without noise. "
@@ -146,7 +142,7 @@ def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Cal
     except Exception:  # of a module for batches of one size: the first Poisson batch will tell
         return
     for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
-        if len(out_a) == len(out_b) and _same(in_a, in_b) and not _same(out_a, out_b):
+        if len(out_a) == len(out_b) and same(in_a, in_b) and not same(out_a, out_b):
             raise MixesSamples(
                 f"{_where(path, m)} mixes samples: its output for one record changes with how many records the batch has, so one "
                 "more moves the gradients of all others. Let it divide by a constant, not by the length of the batch."
@@ -186,7 +182,7 @@ def _check_cotangents(
     own: list[Tensor] | None = None
     for scale in (1.0, *SCALES):
         _restore(module, start)
-        batch = inputs if own is None else tuple(_changed(t, scale) for t in inputs)
+        batch = inputs if own is None else tuple(changed(t, scale) for t in inputs)
         torch.manual_seed(0)
         watch.seen = []
         leaves = tree_leaves(module(*batch))
@@ -278,7 +274,7 @@ def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
     if not all(isinstance(out, Tensor) for out in outs) or outs[0].ndim != outs[1].ndim:
         return
     common = tuple(slice(min(sizes)) for sizes in zip(*(out.shape for out in outs), strict=True))
-    if not _same([outs[0][common]], [outs[1][common]]):
+    if not same([outs[0][common]], [outs[1][common]]):
         raise MixesSamples(
             "records have different lengths, and the output for one changes with the length to which its batch is padded: a long "
             "record moves the gradients of all others. Pad to one fixed length in the data set, or let the module ignore padding "
@@ -286,63 +282,7 @@ def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
         )
 
 
-def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, reduction: str) -> None:
-    """Raise if a loss mixes samples, or if its reduction is not the one that was announced."""
-    declared = getattr(criterion, "reduction", reduction)
-    if declared != reduction:
-        raise ValueError(
-            f"loss_reduction is {reduction!r} but the criterion reduces by {declared!r}; pass loss_reduction={declared!r}"
-            if declared in ("mean", "sum")
-            else f"the criterion's reduction is {declared!r}; use 'mean' or 'sum'"
-        )
-    if outputs.shape[0] < 2 or not outputs.is_floating_point():
-        return
-
-    with contextlib.suppress(Exception):  # what it remembers of made-up answers is not for the training to find
-        criterion = copy.deepcopy(criterion)
-
-    def gradient(logits: Tensor, labels: Any) -> Tensor:
-        logits = logits.detach().clone().requires_grad_()
-        scale = len(logits) if reduction == "mean" else 1
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return scale * torch.autograd.grad(criterion(logits, labels), logits)[0][:1]
-
-    own = gradient(outputs, targets)
-    variants = [gradient(_changed(outputs, scale), targets) for scale in SCALES]
-    if isinstance(targets, Tensor) and targets.ndim and len(targets) == len(outputs):
-        variants.append(gradient(outputs[:-1], targets[:-1]))
-        if targets.is_floating_point():  # how many answers are positive, say
-            for value in (0.0, 1.0):
-                other = targets.clone()
-                other[1:] = value
-                variants.append(gradient(outputs, other))
-        else:
-            for label in torch.unique(
-                torch.cat([targets.flatten(), torch.arange(min(outputs.shape[1], 16)).to(targets)])
-            ):
-                other = targets.clone()
-                other[1:] = label
-                variants.append(gradient(outputs, other))
-            ignored = getattr(criterion, "ignore_index", None)
-            if isinstance(ignored, int) and (ignored != UNUSED or targets.ndim > 1):
-                other = targets.clone()
-                other[1:] = ignored
-                variants.append(gradient(outputs, other))
-    if not _same([own], [gradient(outputs, targets)]):
-        raise MixesSamples(
-            f"the loss {type(criterion).__name__} remembers the batches before: the gradient of one record changes with those of "
-            "earlier steps, which no noise covers (running class weights, a centre, a memory). Use a loss of this batch alone."
-        )
-    if not all(_same([own], [v]) for v in variants):
-        raise MixesSamples(
-            f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "
-            "weights and ignored labels under 'mean' do that: they divide by what the batch holds; a wrong loss_reduction "
-            "shows in the same way). Use a mean or a sum of per-sample terms with fixed weights."
-        )
-
-
-def _changed(t: Tensor, scale: float = 2.0) -> Tensor:
+def changed(t: Tensor, scale: float = 2.0) -> Tensor:
     """The same tensor with every row but the first replaced by other values of the same kind."""
     if not t.ndim or t.shape[0] < 2:
         return t
@@ -376,7 +316,7 @@ def _first_rows(tree: Any, rows: int) -> list[Tensor]:
     return [t[0].clone() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
     if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
         return False
     return all(
