@@ -346,3 +346,19 @@ def test_a_ledger_that_defines_a_release_twice_counts_both(tmp_path):
     assert verify(cert.save(cert.build(book, 1e-5, FACTS), tmp_path)) == []
     half = dataclasses.replace(book, releases=book.releases[:1], counts=book.counts[:1])
     assert "the ledger counts 20" in verify(cert.save(cert.build(half, 1e-5, FACTS), tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "config", "words"),
+    [
+        ({"secure": True}, {"secure": False}, "secure = False"),
+        ({"secure": True, "non_private": []}, {"secure": True, "non_private": True}, "turned statistics"),
+        ({"secure": True, "non_private": ["train_loss"]}, {"secure": True, "non_private": True}, None),
+        ({"secure": False, "non_private": []}, {"secure": False, "non_private": False}, None),
+    ],
+)
+def test_a_certificate_does_not_contradict_its_own_configuration(facts, config, words, tmp_path):
+    folder = run(tmp_path / "run", 5)
+    document = cert.build(read_ledger(folder / "ledger.jsonl"), 1e-5, {**facts, "config": config})
+    problems = check(document)
+    assert (words in problems[0]) if words else problems == []

@@ -169,6 +169,11 @@ def _consistency(document: Mapping[str, Any], releases: list[tuple[Release, int]
         if release.sample_rate is not None and q is not None and not _close(release.sample_rate, q, 1e-9):
             problems.append(f"release {index}: q = {release.sample_rate}, but its event has {q}")
     units = sorted({release.unit for release, _ in releases})
+    config = document["config"] or {}
+    if document["randomness"] == SECURE and config.get("secure", True) is not True:
+        problems.append(f"randomness = {SECURE!r}, but the run's configuration has secure = {config['secure']!r:.20}")
+    if config.get("non_private") and not document["non_private"]:
+        problems.append("non_private is empty, but the run's configuration turned statistics without a guarantee on")
     if units and document["unit"] != ", ".join(units):
         problems.append(f"unit = {document['unit']!r}, but the releases protect {', '.join(units)!r}")
     return problems
