@@ -222,6 +222,15 @@ def test_collate_functions_that_treat_each_record_by_itself_are_accepted():
         private(records(), collate_fn=collate)
     with pytest.raises(ValueError, match="rows of others"):  # whose row it is would be a guess
         private(records(), collate_fn=by_row["sorted"], unit=[k // 2 for k in range(12)], batch=6)
+    lefts = lambda rows: nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True, padding_side="left")  # noqa: E731
+    private(Sequences([3, 4, 2, 9, 3, 5]), Reads(last=False), collate_fn=lambda rows: (lefts(rows), padded(rows)[1]))
+
+    def careful(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if max(float(x.abs().max()) for x, _ in rows) > 100:
+            raise OverflowError
+        return stacked(rows)
+
+    private(records(), collate_fn=careful)
     own = np.random.default_rng(0)
     with pytest.warns(UserWarning, match="no seed settles"):
         private(records(), collate_fn=lambda rows: (stacked(rows)[0] + own.normal(), stacked(rows)[1]))
