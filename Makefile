@@ -24,6 +24,8 @@ demo: $(READY)
 	$(BIN)/erlangen train --data rotated_digits --model c8-tiny --mechanism rep --epsilon 3 --batch 512 --steps 100 --lr 1 \
 		--set momentum=0 --set 'mechanism_options={"power": 0.5}' --out runs/demo --overwrite
 
+# Two processes, a thread each: more threads than cores wait for one another in every small layer.
+test test-all: export OMP_NUM_THREADS = 1
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
