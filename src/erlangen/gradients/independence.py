@@ -142,7 +142,8 @@ def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Cal
     except Exception:  # of a module for batches of one size: the first Poisson batch will tell
         return
     for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
-        if len(out_a) == len(out_b) and same(in_a, in_b) and not same(out_a, out_b):
+        # other kernels for other shapes round otherwise, in TF32 and 16 bits by a percent: a third less is more than that
+        if len(out_a) == len(out_b) and same(in_a, in_b) and not all(map(_alike, out_a, out_b, itertools.repeat(0.05))):
             raise MixesSamples(
                 f"{_where(path, m)} mixes samples: its output for one record changes with how many records the batch has, so one "
                 "more moves the gradients of all others. Let it divide by a constant, not by the length of the batch."
@@ -197,8 +198,12 @@ def _check_cotangents(
             )
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(a.abs().max()) if a.numel() else 0.0)
+def _alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
+    """Up to a share of the largest entry."""
+    if a.shape != b.shape or not a.numel():
+        return a.shape == b.shape
+    a, b = a.double(), b.double()
+    return torch.allclose(a, b, rtol=max(1e-3, of_largest), atol=of_largest * float(a.abs().max()), equal_nan=True)
 
 
 def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
