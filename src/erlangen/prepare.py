@@ -45,13 +45,7 @@ def prepare(
     remark_on_swallowed(module)
     parameters = _trainable(module, optimizer)
     dataset: Any = data_loader.dataset
-    labels = unit_labels(dataset, unit)
-    refuse_repeats(dataset, labels)
-    units = Units(
-        len(dataset),
-        labels,
-        unit if isinstance(unit, str) else "record" if unit is None else "group",
-    )
+    units = _units(dataset, unit)
     kind = PoissonSampler if poisson_sampling else ShuffledBatches
     assert data_loader.batch_size is not None
     sampler = kind(units.count, data_loader.batch_size * workers.count, seed, run_id, secure)
@@ -61,9 +55,7 @@ def prepare(
         if apart:
             sharded.refuse_by_name(mechanism)
         assert noise_multiplier is not None
-        if max_grad_norm is None and not getattr(mechanisms().get(mechanism), "clips", True):
-            max_grad_norm = 1.0  # asked of every clipping rule, read by none here
-        rule = make_clipping(str_or_rule(clipping), max_grad_norm, **clipping_options)
+        rule = _rule(mechanism, clipping, max_grad_norm, clipping_options)
         context = Context(noise_multiplier, rule, noise, module, sampler.expected_batch, mechanism_options)
         built = make_mechanism(mechanism, context)
     else:
@@ -81,20 +73,15 @@ def prepare(
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
     tape.metric, tape.private_sizes = built.metric, poisson_sampling
+    tried = forms(module, data_loader)
+    limit = workers.decide(lambda: _physical_limit(module, tape, tried, max_physical_batch))
     if apart:
         sharded.record_gathered(module, tape)
         if check:
-            not_checked("its parameters are sharded; check it before fully_shard")
-        check = False
-    tried = forms(module, data_loader)
-    limit = workers.decide(lambda: _physical_limit(module, tape, tried, max_physical_batch))
-    if check:
+            not_checked("its parameters are sharded; check it before fully_shard", stacklevel=4)
+    if check and not apart:
         refuse_mixing(data_loader, units.grouped)
-    if not tried and check:
-        not_checked("batches are neither tensors (inputs, …) nor a mapping of tensors")
-    if tried and check:
-        _check(tried, criterion, loss_reduction, batch_first)
-        _check_padding(module, data_loader)
+        _check(module, data_loader, tried, criterion, loss_reduction, batch_first)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
@@ -106,8 +93,17 @@ def prepare(
     return training
 
 
-def str_or_rule(clipping: Any) -> Any:
-    return clipping.replace("_", "-") if isinstance(clipping, str) else clipping
+def _units(dataset: Any, unit: Any) -> Units:
+    """What is protected: records, or the groups that ``unit`` names or lists."""
+    labels = unit_labels(dataset, unit)
+    refuse_repeats(dataset, labels)
+    return Units(len(dataset), labels, unit if isinstance(unit, str) else "record" if unit is None else "group")
+
+
+def _rule(mechanism: str, clipping: Any, bound: Any, options: Mapping[str, Any]) -> Any:
+    if bound is None and not getattr(mechanisms().get(mechanism), "clips", True):
+        bound = 1.0  # asked of every clipping rule, read by none here
+    return make_clipping(clipping.replace("_", "-") if isinstance(clipping, str) else clipping, bound, **options)
 
 
 def refuse_module(module: nn.Module) -> None:
@@ -154,16 +150,26 @@ def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> 
     return mechanism
 
 
-def _check(tried: list[Form], criterion: Any, reduction: str, batch_first: bool) -> None:
-    try:
-        form, out = fitting(tried)
-    except Exception as error:
-        not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
-        return
-    check_independence(form.call, form.inputs, batch_first)
+def _check(
+    module: nn.Module, loader: DataLoader, tried: list[Form], criterion: Any, reduction: str, batch_first: bool
+) -> None:
+    """Rows are independent on their way through the module, through the loss, and beside longer ones."""
+    out: Any = None
+    targets: Any = None
+    if not tried:
+        not_checked("batches are neither tensors (inputs, …) nor a mapping of tensors")
+    else:
+        try:
+            form, out = fitting(tried)
+        except Exception as error:
+            not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
+        else:
+            check_independence(form.call, form.inputs, batch_first)
+            targets = form.targets
+        _check_padding(module, loader)
     if criterion is not None:
-        known = isinstance(out, Tensor) and form.targets is not None
-        check_loss(criterion, out if known else torch.zeros(1), form.targets, reduction)
+        known = isinstance(out, Tensor) and targets is not None
+        check_loss(criterion, out if known else torch.zeros(1), targets, reduction)
 
 
 def _check_padding(module: nn.Module, loader: DataLoader) -> None:
@@ -184,11 +190,11 @@ def _check_padding(module: nn.Module, loader: DataLoader) -> None:
     check_padding(module, alone, beside)
 
 
-def not_checked(why: str) -> None:
+def not_checked(why: str, stacklevel: int = 5) -> None:
     warnings.warn(
         f"whether the module mixes samples was not checked: {why}. If one record's output depends on the others, the "
         "guarantee does not hold; erlangen.gradients.independence.check_independence(module, inputs) checks by hand.",
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
 
 
