@@ -36,4 +36,4 @@ def test_what_is_wrong_on_the_grid_is_no_row():
 def test_every_row_has_cases():
     found = {label: len(cases) for label, cases, _ in bench.rows()}
     assert all(found.values())
-    assert len(found) == 17
+    assert len(found) == 28
