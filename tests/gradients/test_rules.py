@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 from erlangen import PrivacyEngine
-from erlangen.gradients import Tape, attach
+from erlangen.gradients import Tape, attach, detach
 from erlangen.gradients.attach import remark_on_swallowed
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
@@ -260,6 +260,33 @@ def test_integers_need_no_row_by_row():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same(recorded(module, inputs), one_by_one(module, inputs))
+
+
+class _WithMore(nn.Module):
+    """No rule: a state that is not there, and a number, beside two outputs."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.weight, self.branches = nn.Parameter(torch.randn(3, 4, dtype=torch.float64)), branches
+
+    def forward(self, x):
+        y = x @ self.weight.mT
+        if self.branches and bool(y.sum() > 0):
+            y = 2 * y
+        return y, None, {"steps": 3}, y.square()
+
+
+@pytest.mark.parametrize("branches", [False, pytest.param(True, marks=pytest.mark.filterwarnings("ignore:_WithMore"))])
+def test_what_is_no_tensor_comes_back_as_it_is(branches):
+    module, x = _WithMore(branches), torch.randn(5, 4, dtype=torch.float64)
+    assert_same(recorded(module, (x,)), one_by_one(module, (x,)))
+    tape = Tape(dict(module.named_parameters()))
+    attach(module, tape)
+    first, nothing, numbers, second = module(x)
+    detach(module)
+    assert nothing is None
+    assert numbers == {"steps": 3}
+    assert torch.equal(second, first.square())
 
 
 def test_a_graph_that_is_kept_can_be_asked_twice_row_by_row():

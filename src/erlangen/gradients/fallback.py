@@ -65,6 +65,8 @@ class _Run:
             i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim and t.shape[0] == self.rows
         ]
         self.parameters = {k: p for k, p in module.named_parameters() if p.requires_grad}
+        #: the leaves of what it returned; those that are no tensors (None, numbers) are returned as they are
+        self.returned: list[Any] = []
         self.out_spec: Any = None
         self._pull: Callable[..., Any]
 
@@ -77,8 +79,8 @@ class _Run:
             flat[i] = row.unsqueeze(0)
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         out = functional_call(self.body, {f"inner.{k}": p for k, p in parameters.items()}, args, kwargs)
-        outputs, self.out_spec = pytree.tree_flatten(out)
-        return tuple(t.squeeze(0) for t in outputs)
+        self.returned, self.out_spec = pytree.tree_flatten(out)
+        return tuple(t.squeeze(0) for t in self.returned if isinstance(t, Tensor))
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         inputs = [t.detach() for t in tensors[: len(self.batched)]]
@@ -152,8 +154,10 @@ def functional(module: nn.Module, tape: Tape, *args: Any, **kwargs: Any) -> Any:
     run = _Run(module, tape, args, kwargs)
     if not run.parameters:
         return type(module).forward(module, *args, **kwargs)
-    outputs = _Functional.apply(run, *run.inputs(), *run.parameters.values())
-    return pytree.tree_unflatten(list(outputs), run.out_spec)
+    outputs = iter(_Functional.apply(run, *run.inputs(), *run.parameters.values()))
+    leaves = [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in run.returned]
+    run.returned = []  # of one row, inside the transform
+    return pytree.tree_unflatten(leaves, run.out_spec)
 
 
 __all__ = ["functional"]
