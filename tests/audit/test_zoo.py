@@ -49,13 +49,15 @@ def test_the_zoo_leaves_the_registry_as_it_was():
 
 #: mistakes that single releases of few records do not show in 3,000 trials: the next release does, or the static audit
 NOT_IN_ONE_RELEASE = {"count released as it is", "bound moves first", "divided by the length"}
+#: ten per cent too little noise
+NEEDS_MORE = {"bound sinks": 12_000}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, s in SPECIMENS.items() if s.kind == "mechanism"])
 def test_monte_carlo_alone_tells_broken_from_sound(name):
     specimen = SPECIMENS[name]
-    found = examine(specimen, trials=3000, static=False)
+    found = examine(specimen, trials=NEEDS_MORE.get(name, 3000), static=False)
     assert (overall(found) == VIOLATED) == (bool(specimen.bug) and name not in NOT_IN_ONE_RELEASE), [
         f.reason for f in found
     ]

@@ -152,7 +152,7 @@ class QuantileBeforeNoise(GaussianMechanism):
 class NoiseOfTheFirstPart(GaussianMechanism):
     def accumulate(self, gradients: PerSampleGradients) -> None:
         super().accumulate(gradients)
-        self.clipping.bound *= 0.75
+        self.clipping.bound *= 0.9
         self.clipped_at = None
 
 
