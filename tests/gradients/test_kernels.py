@@ -1,7 +1,9 @@
 """Every fused kernel against its twin in plain PyTorch: on a GPU as compiled, elsewhere under Triton's interpreter."""
 
+import ast
 import copy
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,3 +273,12 @@ def test_a_transposed_convolution_is_not_taken_for_an_ordinary_one(forced, strid
     found = recorded(model, x, y, 1, autocast=True)
     exact = recorded(copy.deepcopy(model).double(), x.double(), y, 1, autocast=False)
     close(found.dense("0.weight"), exact.dense("0.weight"), 0.05)
+
+
+def test_no_kernel_inverts_a_condition():
+    """The interpreter of Triton 3.2, which comes with PyTorch 2.6, has no ``~`` of conditions."""
+    trees = [ast.parse(source.read_text()) for source in Path(kernels.__file__).parent.glob("*.py")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    jitted = [f for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)]
+    assert len(jitted) > 20
+    assert not [f.name for f in jitted if any(isinstance(node, ast.Invert) for node in ast.walk(f))]

@@ -206,13 +206,12 @@ if HAS_TRITON:
         z3 = _activate(o3, POST)
         best = tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3))
         w0 = z0 == best
-        w1 = (z1 == best) & (~w0)
-        w2 = (z2 == best) & (~w0) & (~w1)
-        w3 = ~(w0 | w1 | w2)
+        w1 = z1 == best
+        w2 = z2 == best
         d0 = tl.where(w0, d * _slope(o0, POST), 0.0)
-        d1 = tl.where(w1, d * _slope(o1, POST), 0.0)
-        d2 = tl.where(w2, d * _slope(o2, POST), 0.0)
-        d3 = tl.where(w3, d * _slope(o3, POST), 0.0)
+        d1 = tl.where(w0, 0.0, tl.where(w1, d * _slope(o1, POST), 0.0))
+        d2 = tl.where(w0 | w1, 0.0, tl.where(w2, d * _slope(o2, POST), 0.0))
+        d3 = tl.where(w0 | w1 | w2, 0.0, d * _slope(o3, POST))
         return d0, d1, d2, d3
 
     @triton.jit

@@ -85,8 +85,8 @@ if HAS_TRITON:
             if RELU:
                 g = tl.where(tl.where(fourth, d, best) <= 0, 0.0, g)
             ga = tl.where(second | third | fourth, 0.0, g)
-            gb = tl.where(second & (~(third | fourth)), g, 0.0)
-            gc = tl.where(third & (~fourth), g, 0.0)
+            gb = tl.where(third | fourth, 0.0, tl.where(second, g, 0.0))
+            gc = tl.where(fourth, 0.0, tl.where(third, g, 0.0))
             gd = tl.where(fourth, g, 0.0)
         else:
             ga = g * 0.25
