@@ -7,10 +7,13 @@ stays an ordinary one.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
@@ -98,13 +101,15 @@ class PrivateLoader(DataLoader):
             pin_memory=plain.pin_memory,
             timeout=plain.timeout,
             worker_init_fn=plain.worker_init_fn,
-            generator=plain.generator,
+            generator=plain.generator if sampler.seeded else None,
             multiprocessing_context=plain.multiprocessing_context,
             **loading,
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         require_layout(self.dataset, self._layout)
+        if not self.private_sampler.seeded:
+            renew_generators()
         coming = self._batches.coming = deque()  # a queue of its own: iterations may overlap
         this = Pass()
         try:
@@ -117,6 +122,17 @@ class PrivateLoader(DataLoader):
             raise
         finally:
             this.over = True
+
+
+def renew_generators() -> None:
+    """What dropout and augmentation draw from now on is known to nobody, whatever was seeded before.
+
+    A record's mask depends on how many rows are before it. Where the seed is known, one record more changes the masks, and with
+    them the clipped gradients, of all that follow; where it is not, every record has a mask of its own, independent of the others.
+    """
+    torch.seed()
+    random.seed()
+    np.random.seed()  # noqa: NPY002 (what transforms draw from)
 
 
 def refuse_iterable(loader: Any) -> None:

@@ -57,6 +57,11 @@ class Sampler(ABC):
             self.step = workers.decide(lambda: self.step)
 
     @property
+    def seeded(self) -> bool:
+        """Whether whoever knows the seed can draw the same batches."""
+        return self._stream.seed is not None
+
+    @property
     def sample_rate(self) -> float:
         return self.expected_batch / self.units
 

@@ -152,6 +152,7 @@ class Ensemble:
         members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
         self.seeded = all(c.seed is not None for c in self.configs)
         self._noise = Stream(f"noise|{members}", 0 if self.seeded else None)
+        self._layers = Stream(f"layers|{members}", 0 if self.seeded else None)
         self.generator, self._drawn_from = self._noise.at(0, self.device), self._noise.root
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -202,6 +203,7 @@ class Ensemble:
         self.releases += steps  # a chunk that is broken off counts in full
         self._forget()
         self.steps_taken.fill_(self.step_count)
+        torch.manual_seed(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
         if self._drawn_from != self._noise.root:  # a fork or a copy draws batches of its own, and so it must its noise
             self.generator, self._drawn_from = self._noise.at(0, self.device), self._noise.root
             self._graphs = None

@@ -233,8 +233,7 @@ class Session:
         """One logical batch: one draw, one release, one update."""
         config = self.config
         recorded = self.graph is not None and self.graph.ready()
-        if config.seed is not None:
-            torch.manual_seed(self._layers.at(self.step_count).initial_seed())
+        torch.manual_seed(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
         parts = self._parts()
         if self.diagnostics is not None:
             self.diagnostics.before()

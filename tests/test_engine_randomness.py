@@ -1,0 +1,106 @@
+"""Dropout and augmentation draw numbers that nobody knows, unless the training is seeded: a known mask moves with every record."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from erlangen import PrivacyEngine, models
+from erlangen.training.config import TrainConfig
+from erlangen.training.ensemble import Ensemble
+from erlangen.training.session import Session
+
+X = torch.randn(101, 20, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] > 0).long()
+X[0] = 0  # adds next to nothing of its own
+
+
+def dropping(*shape):
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(int(np.prod(shape)), 2 if shape == (20,) else 10))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return model
+
+
+def first_sum(x, y, seed=None):
+    """Of the first batch, which holds everybody, with noise that is next to nothing."""
+    torch.manual_seed(0)  # as scripts begin
+    model = dropping(20)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model, optimizer, loader = PrivacyEngine(seed=seed).make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        noise_multiplier=1e-9, max_grad_norm=1.0,
+    )  # fmt: skip
+    for batch, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch), labels).backward()
+        optimizer.step()
+    return -len(x) * torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_what_known_masks_would_tell():
+    """One record more, and the sum moves by eleven bounds where one is accounted, because all masks behind it move."""
+    assert float((first_sum(X, Y, seed=0) - first_sum(X[1:], Y[1:], seed=0)).norm()) > 5
+    assert float((first_sum(X, Y, seed=0) - first_sum(X, Y, seed=0)).norm()) < 1e-4
+
+
+def test_a_seed_of_the_script_does_not_settle_the_masks():
+    assert float((first_sum(X, Y) - first_sum(X, Y)).norm()) > 5
+
+
+def test_nor_those_of_sessions_and_ensembles(monkeypatch):
+    monkeypatch.setitem(models._MODELS, "dropping", lambda shape, classes: dropping(*shape))
+    config = TrainConfig(model="dropping", steps=1, batch=1438.0, noise_multiplier=1e-9, epsilon=None)
+
+    def trained(make):
+        torch.manual_seed(0)
+        return make()
+
+    def session():
+        made = Session(config)
+        made.step()
+        return made.model[2].weight.detach()
+
+    def ensemble():
+        made = Ensemble([config])
+        made.run()
+        return made.stack.flat
+
+    for make in (session, ensemble):
+        one, other = trained(make), trained(make)
+        assert float((one - other).norm() / one.norm()) > 0.01
+
+
+class Augmented(Dataset):
+    """What three generators say to each record."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([float(torch.rand(())), random.random(), float(np.random.rand())]), 0  # noqa: NPY002
+
+
+@pytest.mark.parametrize("loading", [{}, {"num_workers": 1}], ids=["here", "in a worker"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_nor_augmentation(loading, seed):
+    def drawn():
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):  # noqa: NPY002
+            seeded(0)
+        model = nn.Linear(3, 2)
+        generator = torch.Generator().manual_seed(0)
+        _, _, loader = PrivacyEngine(seed=seed).make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+            data_loader=DataLoader(Augmented(), batch_size=8, generator=generator, **loading), check=False,
+        )  # fmt: skip
+        return next(iter(loader))[0]
+
+    same = (drawn() == drawn()).all(0)
+    assert same.all() if seed is not None else not same.any()
