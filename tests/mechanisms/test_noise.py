@@ -62,9 +62,10 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(3, 5), (40,), (), (2, 3, 4, 4), (0, 7), (17,)]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_many_tensors_get_the_noise_of_one_after_the_other(dtype):
-    values = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
+def test_many_tensors_get_the_noise_of_one_after_the_other(dtype, device):
+    values = [torch.randn(shape, dtype=dtype, device=device) for shape in SHAPES]
     together, apart = StreamNoise(seed=3), StreamNoise(seed=3)
     together.next_release()
     apart.next_release()

@@ -72,15 +72,15 @@ class StreamNoise(NoiseSource):
 
     @torch.no_grad()  # sums may carry a graph, which nothing after the noise follows
     def perturb_all(self, values: Sequence[Tensor], std: float) -> list[Tensor]:
-        """In one pass over one buffer: a few launches, however many tensors there are. On a CPU contiguous tensors get the noise
-        that `perturb` would give them one by one."""
+        """In one pass over one buffer: a few launches, however many tensors there are. Only a seed asks for a draw for each, so
+        that every tensor has the noise that `perturb` would give it, as it has in a run on shards."""
         kinds = {(value.device, value.dtype) for value in values}
         if len(kinds) != 1 or getattr(self.perturb, "__func__", None) is not StreamNoise.perturb:  # it has a way of its own
             return super().perturb_all(values, std)
         ((device, dtype),) = kinds
         noise = torch.empty(sum(value.numel() for value in values), device=device, dtype=dtype)
         parts = noise.split([value.numel() for value in values])
-        for part in [noise] if noise.is_cuda else parts:
+        for part in parts if self.seeded else [noise]:
             fill_normal(part, self._generator(device))
         noise.mul_(std)
         laid = [_laid_out(part, value) for part, value in zip(parts, values, strict=True)]
