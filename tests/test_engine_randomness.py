@@ -92,7 +92,7 @@ class Augmented(Dataset):
 @pytest.mark.parametrize("seed", [None, 0])
 def test_nor_augmentation(loading, seed):
     def drawn():
-        for seeded in (torch.manual_seed, random.seed, np.random.seed):  # noqa: NPY002
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
             seeded(0)
         model = nn.Linear(3, 2)
         generator = torch.Generator().manual_seed(0)

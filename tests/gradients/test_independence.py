@@ -374,3 +374,63 @@ def test_a_loss_with_a_random_part_of_its_own_is_accepted():
         return nn.functional.cross_entropy(z + 0.1 * torch.randn(4), y)
 
     check_loss(noisy, torch.randn(3, 4), torch.tensor([0, 1, 2]), "mean")
+
+
+class Keeps(nn.Module):
+    """A layer that keeps ``what`` of its batches: as a buffer, or as a state of its own."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what = nn.Linear(4, 2), what
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.kept = self.kept + self.what(x)
+        return self.linear(x)
+
+
+class KeepsApart(Keeps):
+    def __init__(self, what):
+        super().__init__(what)
+        del self.kept
+        self.kept = torch.zeros(())
+
+    def get_extra_state(self):
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state):
+        self.kept = state["kept"]
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsApart])
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [(lambda x: x.detach().mean(), "updated from the data"), (lambda x: torch.tensor(float(len(x))), "counts the records")],
+    ids=["mean", "count"],
+)
+def test_what_is_saved_with_the_weights_is_no_function_of_the_batch(kind, what, match):
+    """A sum of batch sizes alone: Bin(NT, q) and Bin((N+1)T, q) are a standard deviation apart where T = N/q."""
+    with pytest.raises(MixesSamples, match=match):
+        check_independence(kind(what), (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsApart])
+def test_a_count_of_batches_is_no_secret_and_is_set_back(kind):
+    module = kind(lambda x: torch.ones(()))
+    check_independence(module, (torch.randn(3, 4),))
+    assert float(module.kept) == 0
+
+
+def test_a_memory_that_grows_is_refused():
+    class Bank(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.register_buffer("bank", torch.zeros(0, 4))
+
+        def forward(self, x):
+            self.bank = torch.cat([self.bank, x.detach()])
+            return super().forward(x)
+
+    with pytest.raises(MixesSamples, match="'bank' is updated from the data"):
+        check_independence(Bank(), (torch.randn(3, 4),))

@@ -8,10 +8,11 @@ Neither would it where only the backward pass looks at them: a hook that divides
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +108,11 @@ def _where(path: str, m: nn.Module) -> str:
     return f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
 
 
-def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor]) -> None:
+def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory) -> None:
     """Row 0 of every output depends on row 0 of the inputs alone, and no buffer and no parameter on any of them."""
     first = _trace(module, inputs)
-    moved = {name: t.detach().clone() for name, t in _state(module) if not torch.equal(t, start[name])}
+    known = start.tensors
+    after = known | {n: t.detach().clone() for n, t in _state(module) if n not in known or not torch.equal(t, known[n])}
     for scale in SCALES:
         _restore(module, start)
         second = _trace(module, tuple(changed(t, scale) for t in inputs))
@@ -121,25 +123,33 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[st
                     "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
-        for name, t in _state(module):
-            before = moved.get(name, start[name])
-            if not torch.equal(t, before) and not same([t], [before]):
-                kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
-                raise MixesSamples(
-                    f"the {kind} {name!r} is updated from the data: it would be released with the weights, without noise. "
-                    "Drop the running statistics (GroupNorm needs none), or compute them on public data."
-                )
-    if not module.training:  # with dropout other shapes draw other numbers
-        _restore(module, start)
-        _check_fewer(module, inputs, first)
+        _check_state(module, after, "is updated from the data")
+    _restore(module, start)
+    _check_fewer(module, inputs, first, after)
 
 
-def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Call]) -> None:
-    """Row 0 of every output is the same with one record less: how many were drawn is as private as who they are."""
+def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> None:
+    """Whatever a module remembers after a pass is what it remembers after any other."""
+    for name, t in _state(module):
+        before = expected.get(name)
+        if before is None or (not torch.equal(t, before) and not same([t], [before])):
+            kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
+            raise MixesSamples(
+                f"the {kind} {name!r} {what}: it would be released with the weights, without noise. "
+                "Drop the running statistics (GroupNorm needs none), or compute them on public data."
+            )
+
+
+def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Call], after: dict[str, Tensor]) -> None:
+    """Row 0 of every output, and all that is remembered, is the same with one record less: how many were drawn is as private as
+    who they are."""
     rows = inputs[0].shape[0]
     try:
         second = _trace(module, tuple(t[:-1] if t.ndim and len(t) == rows else t for t in inputs))
     except Exception:  # of a module for batches of one size: the first Poisson batch will tell
+        return
+    _check_state(module, after, "counts the records of each batch")
+    if module.training:  # with dropout other shapes draw other numbers
         return
     for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
         # other kernels for other shapes round otherwise, in TF32 and 16 bits by a percent: a third less is more than that
@@ -150,7 +160,7 @@ def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Cal
             )
 
 
-def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, Tensor], batch_first: bool) -> None:
+def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory, batch_first: bool) -> None:
     """Backwards: the gradient of one output row reaches each layer through that row alone, and whatever other rows hold."""
     from erlangen.gradients.attach import attach, detach, is_attached
 
@@ -177,7 +187,7 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: dict[str, 
 
 
 def _check_cotangents(
-    module: nn.Module, inputs: tuple[Tensor, ...], columns: list[int], watch: _Watch, start: dict[str, Tensor]
+    module: nn.Module, inputs: tuple[Tensor, ...], columns: list[int], watch: _Watch, start: _Memory
 ) -> None:
     """What comes back to row 0 of each layer is the same, whatever the other rows hold and whatever comes back to them."""
     own: list[Tensor] | None = None
@@ -329,10 +339,19 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     )
 
 
+class _Memory(NamedTuple):
+    """All that a module remembers and its state_dict() shows."""
+
+    tensors: dict[str, Tensor]
+    #: what modules of the user's own keep beside parameters and buffers, by path
+    extra: dict[str, Any]
+
+
 @contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _untouched(module: nn.Module) -> Iterator[_Memory]:
     """Parameters, buffers and random states are as they were afterwards."""
-    start = {name: t.detach().clone() for name, t in _state(module)}
+    extra = {path: copy.deepcopy(m.get_extra_state()) for path, m in _with_extra_state(module)}
+    start = _Memory({name: t.detach().clone() for name, t in _own(module)}, extra)
     devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         try:
@@ -341,12 +360,29 @@ def _untouched(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             _restore(module, start)
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that a module remembers under a name."""
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
     yield from module.named_parameters()
 
 
-def _restore(module: nn.Module, state: dict[str, Tensor]) -> None:
-    for name, t in _state(module):
-        t.data.copy_(state[name])
+def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, m) for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a module remembers, in numbers under a name."""
+    yield from _own(module)
+    for path, m in _with_extra_state(module):
+        for k, leaf in enumerate(tree_leaves(m.get_extra_state())):
+            if isinstance(leaf, (Tensor, int, float)):
+                yield f"{path}.extra_state[{k}]".removeprefix("."), torch.as_tensor(leaf)
+
+
+def _restore(module: nn.Module, start: _Memory) -> None:
+    for name, t in _own(module):
+        if name in start.tensors and t.shape == start.tensors[name].shape:
+            t.data.copy_(start.tensors[name])
+        elif name in start.tensors:
+            t.data = start.tensors[name].clone()
+    for path, m in _with_extra_state(module):
+        m.set_extra_state(copy.deepcopy(start.extra[path]))
