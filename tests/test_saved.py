@@ -79,6 +79,17 @@ def test_setting_back_does_not_take_releases_back(tmp_path):
     assert engine.accountant.steps == 12
 
 
+def test_the_releases_of_another_training_do_not_stand_for_ones_own(tmp_path):
+    """Six steps here and six in the file cost ε = 4.6, not the 3.6 of six."""
+    other, _, optimizer, _ = there = private()
+    epochs(1, *there[1:])
+    other.save_checkpoint(path=tmp_path / "c", optimizer=optimizer)
+    engine, model, optimizer, loader = private()
+    epochs(1, model, optimizer, loader)
+    with pytest.raises(EventError, match="stays spent"):
+        engine.load_checkpoint(path=tmp_path / "c", optimizer=optimizer)
+
+
 def test_what_does_not_fit_is_refused_or_said(tmp_path):
     engine, _, optimizer, _ = private()
     engine.save_checkpoint(path=tmp_path / "c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -87,6 +88,8 @@ def prepare(
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
     training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce, workers)
     sampler.join(workers)
+    if not workers.alone:
+        accountant.share(workers.tell(secrets.token_hex(8).encode()).decode())
     if not apart:
         workers.align(module)
     training.install(wrapper)

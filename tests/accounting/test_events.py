@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -112,15 +114,53 @@ def test_a_saved_history_does_not_take_releases_back():
     accountant.record(step, 5)
     accountant.record(other)
     late = accountant.state_dict()
-    for state in (early, {**late, "history": late["history"][:1]}, {**late, "history": late["history"][::-1]}):
+    cut = {**late, "history": late["history"][:1], "recorded": dict.fromkeys(late["recorded"], 15)}
+    for state in (early, cut, {**late, "history": late["history"][::-1]}):
         with pytest.raises(ValueError, match="stays spent"):
             accountant.load_state_dict(state)
     assert accountant.history == ((step, 15), (other, 1))
     accountant.load_state_dict(late)
     resumed = acc.Accountant()
-    resumed.record(step, 7)
     resumed.load_state_dict(late)
     assert resumed.history == accountant.history
+
+
+def test_equal_releases_of_another_run_do_not_stand_for_ones_own():
+    """Seven steps of one run and ten of another are seventeen, though the ten look as if they began with the seven."""
+    step = acc.gaussian(20.0)
+    theirs = acc.Accountant()
+    theirs.record(step, 10)
+    for own in (acc.Accountant(), copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))):
+        own.record(step, 7)
+        theirs.record(step, 20)
+        with pytest.raises(ValueError, match="stays spent"):
+            own.load_state_dict(theirs.state_dict())
+    later = acc.Accountant()
+    later.load_state_dict(theirs.state_dict())
+    later.record(step, 5)
+    theirs.load_state_dict(later.state_dict())  # nothing happened here since
+    assert theirs.steps == 75
+    theirs.record(step)
+    later.record(step)
+    with pytest.raises(ValueError, match="stays spent"):
+        theirs.load_state_dict(later.state_dict())
+
+
+def test_workers_of_one_training_record_the_same_releases():
+    first, second = acc.Accountant(), acc.Accountant()
+    for accountant in (first, second):
+        accountant.share("one training")
+        accountant.record(acc.gaussian(20.0), 3)
+    second.load_state_dict(first.state_dict())
+    assert second.steps == 3
+
+
+@pytest.mark.parametrize("recorded", [None, {}, {"a": 2}, {"a": 4, "b": -1}, {"a": 3.0}])
+def test_a_state_says_who_recorded_what(recorded):
+    accountant = acc.Accountant()
+    accountant.record(acc.gaussian(20.0), 3)
+    with pytest.raises(acc.EventError):
+        acc.Accountant().load_state_dict({**accountant.state_dict(), "recorded": recorded})
 
 
 def test_accountant_merges_and_round_trips():
@@ -133,15 +173,15 @@ def test_accountant_merges_and_round_trips():
     accountant.record(step, 0)
     assert accountant.history == ((step, 1000), (acc.gaussian(20.0), 1))
     assert accountant.steps == 1001
-    copy = acc.Accountant()
-    copy.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
-    assert copy.history == accountant.history
-    assert copy.epsilon(1e-5) == accountant.epsilon(1e-5) > 1.8282
+    loaded = acc.Accountant()
+    loaded.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    assert loaded.history == accountant.history
+    assert loaded.epsilon(1e-5) == accountant.epsilon(1e-5) > 1.8282
     with pytest.raises(ValueError, match="version"):
-        copy.load_state_dict({"version": 99})
+        loaded.load_state_dict({"version": 99})
     with pytest.raises(ValueError, match="DpEvents"):
-        copy.record("gaussian")  # type: ignore[arg-type]
-    assert copy.history == accountant.history
+        loaded.record("gaussian")  # type: ignore[arg-type]
+    assert loaded.history == accountant.history
 
 
 def test_opacus_history():

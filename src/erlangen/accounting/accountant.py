@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,19 @@ class Accountant:
         epsilon([], 0.5, "pld", neighbouring)  # refuses an unknown relation
         self.neighbouring: Neighbouring = neighbouring
         self._history: list[tuple[DpEvent, int]] = []
+        #: how many releases of the history each accountant recorded: equal events of two are releases of both
+        self._recorded: dict[str, int] = {}
+        self._name = secrets.token_hex(8)
+        self._shared = False
+
+    def share(self, name: str) -> None:
+        """Everybody who records under this name records the same releases: the workers of one training."""
+        self._name, self._shared = name, True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies record releases of their own."""
+        apart = {} if self._shared else {"_name": secrets.token_hex(8)}
+        return {**self.__dict__, "_history": list(self._history), "_recorded": dict(self._recorded), **apart}
 
     def record(self, event: DpEvent, count: int = 1) -> None:
         """Append `count` releases of `event`."""
@@ -35,6 +50,8 @@ class Accountant:
             self._history[-1] = (event, self._history[-1][1] + n)
         else:
             self._history.append((event, n))
+        own = self._name if self._shared else f"{self._name}-{os.getpid()}"  # a fork has the name of its parent
+        self._recorded[own] = self._recorded.get(own, 0) + n
 
     @property
     def history(self) -> tuple[tuple[DpEvent, int], ...]:
@@ -56,22 +73,35 @@ class Accountant:
             "version": STATE_VERSION,
             "neighbouring": self.neighbouring,
             "history": [{"event": to_json(event), "count": count} for event, count in self._history],
+            "recorded": dict(self._recorded),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved history; nothing changes if the state is not valid, or lacks what was recorded here since: setting
-        a run back does not take its releases back."""
+        a run back does not take its releases back, and another run's releases do not stand for them."""
         if state.get("version") != STATE_VERSION:
             raise EventError(f"accountant state has version {state.get('version')!r}; expected {STATE_VERSION}")
         loaded = Accountant(state["neighbouring"])
         for entry in state["history"]:
             loaded.record(from_json(entry["event"]), entry["count"])
-        if not _continues(self._history, loaded._history):
+        loaded._recorded = _recorded(state.get("recorded"), loaded.steps)
+        known = all(loaded._recorded.get(name, 0) >= count for name, count in self._recorded.items())
+        if not (known and _continues(self._history, loaded._history)):
             raise EventError(
                 f"the saved history has {loaded.steps} releases and lacks some of the {self.steps} that were recorded here: what "
                 "was released stays spent. Keep this history, or load the state into a new Accountant"
             )
-        self.neighbouring, self._history = loaded.neighbouring, loaded._history
+        self.neighbouring, self._history, self._recorded = loaded.neighbouring, loaded._history, loaded._recorded
+
+
+def _recorded(by_name: Any, steps: int) -> dict[str, int]:
+    """Who recorded how many of ``steps`` releases, from a saved state."""
+    if not isinstance(by_name, Mapping):
+        raise EventError("accountant state does not say who recorded its releases")
+    counts = {str(name): _count(n, "recorded", least=1) for name, n in by_name.items()}
+    if sum(counts.values()) != steps:
+        raise EventError(f"accountant state has {steps} releases, and {sum(counts.values())} by who recorded them")
+    return counts
 
 
 def _continues(before: list[tuple[DpEvent, int]], after: list[tuple[DpEvent, int]]) -> bool:
