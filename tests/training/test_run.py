@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from erlangen.accounting import certificate_check, epsilon
-from erlangen.accounting.ledger import LedgerError, read_ledger
+from erlangen.accounting.ledger import Ledger, LedgerError, read_ledger
 from erlangen.training import TrainConfig, run
 from erlangen.training.config import ConfigError
 from erlangen.training.session import Session
@@ -297,6 +297,15 @@ def test_a_run_that_ended_before_its_configuration_can_be_started_again(tmp_path
             path.unlink()
     with pytest.raises(ConfigError, match="start it again with"):
         run.resume(folder)
+    assert run.train(SMALL, folder, overwrite=True).summary["steps"] == 8
+
+
+def test_a_run_under_way_is_not_overwritten(tmp_path):
+    """Its ledger would go on in a file that nobody can read."""
+    folder = tmp_path / "run"
+    run.train(SMALL, folder)
+    with Ledger.open(folder / "ledger.jsonl"), pytest.raises(ConfigError, match="training at this moment"):
+        run.train(SMALL, folder, overwrite=True)
     assert run.train(SMALL, folder, overwrite=True).summary["steps"] == 8
 
 

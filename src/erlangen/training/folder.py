@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from erlangen.accounting.ledger import is_live
 from erlangen.data import Dataset, datasets
 from erlangen.data.base import digest_of
 from erlangen.training.checkpoint import write_atomically
@@ -73,7 +74,7 @@ def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
 
 
 def require_free(out: str | Path, overwrite: bool) -> Path:
-    """The place of a new run, not touched yet: nothing, an empty folder, or with ``overwrite`` a run."""
+    """The place of a new run, not touched yet: nothing, an empty folder, or with ``overwrite`` a run that is not under way."""
     folder = Path(out)
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
@@ -89,6 +90,8 @@ def require_free(out: str | Path, overwrite: bool) -> Path:
                 f"{folder} holds a run already; choose another --out, pass --overwrite, or go on with "
                 f"--resume {quote(str(folder))}"
             )
+        if is_live(folder / "ledger.jsonl"):
+            raise ConfigError(f"{folder} holds a run that is training at this moment; wait for it, end it, or choose another --out")
     return folder
 
 
