@@ -11,11 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from erlangen.workers import Workers
 
+GATHERS = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="before PyTorch 2.7 shards are not gathered on a CPU"
+)
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([  # imported once, before the processes are forked
     "erlangen.training.distributed", "erlangen.models.small", "erlangen.audit.named", "dp_accounting.pld", "dp_accounting.rdp",

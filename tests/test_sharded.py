@@ -8,11 +8,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import erlangen
+from erlangen import sharded
 from erlangen.gradients.rows import RowMap
+from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, StreamNoise, make_clipping, make_mechanism
 from erlangen.training.adam_bc import AdamBC
 from erlangen.workers import Workers
-from tests.processes import together
+from tests.processes import GATHERS, together
 
 N, B = 48, 12
 
@@ -60,6 +62,7 @@ def all_trained(workers: Workers) -> list[tuple[torch.Tensor, float]]:
     return [trained(workers, options) for options in ({}, {"clipping": "per-layer"}, {"clipping": "auto-s"})]
 
 
+@GATHERS
 def test_without_noise_shards_train_what_one_process_trains():
     alone = all_trained(Workers())
     for ranks in together(3, all_trained):
@@ -86,6 +89,7 @@ def with_metric(workers: Workers) -> torch.Tensor:
     return torch.cat([whole(p).flatten() for p in model.parameters()])
 
 
+@GATHERS
 def test_a_diagonal_metric_is_that_of_the_whole_network():
     alone = with_metric(Workers())
     assert all(float((alone - rank).abs().max()) <= 1e-5 for rank in together(3, with_metric))
@@ -122,16 +126,19 @@ def check_noise(seen: torch.Tensor, std: float) -> None:
     assert float((scaled[1:] * scaled[:-1]).mean(0).abs().max()) < 6 / n**0.5
 
 
+@GATHERS
 @pytest.mark.parametrize("source", ["seeded", "unseeded", "secure"])
 def test_every_coordinate_gets_noise_once(source):
     check_noise(together(2, releases, 150, source)[0], 1.5 * 2.0 / 4.0)
 
 
+@GATHERS
 def test_shared_noise_is_caught():
     with pytest.raises(AssertionError):
         check_noise(together(2, releases, 80, "seeded", True)[0], 1.5 * 2.0 / 4.0)
 
 
+@GATHERS
 def test_seeded_noise_belongs_to_coordinates_not_to_processes():
     two, three = (together(count, releases, 3, "seeded")[0] for count in (2, 3))
     assert torch.allclose(two * 4.0, three * 6.0, rtol=1e-6), "the noise of a sum changed with the number of shards"
@@ -171,3 +178,10 @@ def test_what_is_not_proved_is_refused():
     for said in together(2, refused):
         for text, part in zip(said, parts, strict=True):
             assert part in text, said
+
+
+def test_a_pytorch_that_cannot_gather_on_a_cpu_is_told(monkeypatch):
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    model = net()
+    with pytest.raises(ValueError, match=r"install PyTorch 2\.7 or newer"):
+        sharded.record_gathered(model, Tape(dict(model.named_parameters())))

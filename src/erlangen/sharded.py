@@ -207,10 +207,20 @@ def refuse_computed_weights(module: nn.Module) -> None:
             )
 
 
+def refuse_device(device: torch.device) -> None:
+    """`fully_shard` gathers on a stream of its own, which CPUs have from PyTorch 2.7 on."""
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ValueError(
+            f"PyTorch {torch.__version__} cannot gather sharded parameters (FSDP) on a CPU: install PyTorch 2.7 or newer, or pass "
+            "the plain module (erlangen train: leave --shard out)"
+        )
+
+
 def record_gathered(module: nn.Module, tape: Tape) -> None:
     """Let the tape know the tensors into which shards are gathered for a forward pass; one group of them at a time."""
     from torch.distributed.fsdp import FSDPModule
 
+    refuse_device(next(module.parameters()).device)
     refuse_computed_weights(module)
     names = {id(p): name for name, p in module.named_parameters()}
     for shell in module.modules():

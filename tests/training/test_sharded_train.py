@@ -22,7 +22,7 @@ from erlangen.training import run, shards
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.session import Session
 from erlangen.workers import LostWorker, Workers
-from tests.processes import Only, over_nccl, together
+from tests.processes import GATHERS, Only, over_nccl, together
 from tests.training.test_distributed import CNN, NOISY, SMALL, flat, lost, patients, same_run, session_of, whole_run  # noqa: F401
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -87,10 +87,12 @@ def check_same(count: int, cases: dict[str, dict], least: int = 0) -> None:
             assert sum(rank[k][2][kind][0] for rank in ranks) == total, f"{name}: {kind} held twice or by nobody"
 
 
+@GATHERS
 def test_two_shards_train_what_one_process_trains():
     check_same(2, {name: CASES[name] for name in QUICK})
 
 
+@GATHERS
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_every_rule_and_layer_on_more_shards(count, patients):  # noqa: F811
@@ -98,6 +100,7 @@ def test_every_rule_and_layer_on_more_shards(count, patients):  # noqa: F811
     check_same(count, CASES | {"patients": grouped})
 
 
+@GATHERS
 def test_layers_too_small_to_be_gathered_alone_are_gathered_together():
     check_same(2, {"cnn": CNN}, least=shards.LEAST)
 
@@ -113,6 +116,7 @@ def alive(workers: Workers, config: TrainConfig) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in stored}.values()) - session.x.nbytes - session.y.nbytes
 
 
+@GATHERS
 def test_nothing_of_the_size_of_the_network_stays_with_one_process():
     config = dataclasses.replace(SHARDED, model_options={"width": 4096}, batch=16, optimizer="adam", lr=0.01)
     (alone,), apart = together(1, alive, config), together(2, alive, config)
@@ -137,7 +141,7 @@ def on_one_device(workers: Workers, device: str) -> list[torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=GATHERS), pytest.param("cuda", marks=GPU)])
 def test_shards_live_on_the_device(device):
     whole, parts, half, half_parts = together(1, on_one_device, device, spawn=device == "cuda")[0]
     assert float((whole - parts).abs().max()) <= 1e-6
@@ -177,11 +181,13 @@ def check_noise(seen: torch.Tensor, std: float) -> None:
     assert abs(float((z[1:] * z[:-1]).mean())) < 6 / z.numel() ** 0.5
 
 
+@GATHERS
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_noise_of_all_shards_is_that_of_one_process(secure):
     check_noise(together(2, noise_of_a_run, secure)[0], 1.5 * 2.0)
 
 
+@GATHERS
 def test_shards_that_share_a_stream_are_caught():
     with pytest.raises(AssertionError):
         check_noise(together(2, noise_of_a_run, False, True)[0], 1.5 * 2.0)
@@ -199,6 +205,7 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
+@GATHERS
 def test_a_sharded_run_leaves_the_folder_of_one_process(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     together(2, whole_run, str(folder), dataclasses.replace(RUN, shard=True))
@@ -220,6 +227,7 @@ def stopped(count: int, folder: Path, config: TrainConfig) -> None:
     assert all(isinstance(e, run.Interrupted) for e in errors), errors
 
 
+@GATHERS
 def test_a_sharded_run_goes_on_in_one_process_and_in_more_shards(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     stopped(2, folder, dataclasses.replace(RUN, shard=True))
@@ -244,6 +252,7 @@ def resumed_in_shards(workers: Workers, folder: str) -> bool:
     return session.shards is not None
 
 
+@GATHERS
 def test_a_run_of_one_process_goes_on_in_shards(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     stopped(1, folder, RUN)
@@ -252,6 +261,7 @@ def test_a_run_of_one_process_goes_on_in_shards(tmp_path, uninterrupted):
     assert together(2, resumed_in_shards, str(folder)) == [True, True], "complete: nothing to do, and nobody waits"
 
 
+@GATHERS
 @pytest.mark.slow
 def test_a_lost_shard_ends_the_run_cleanly(tmp_path):
     errors = lost(3, tmp_path / "run", "dies", 3, config=dataclasses.replace(RUN, shard=True))
@@ -300,6 +310,7 @@ class _Asked:
         return self._order.encode()
 
 
+@GATHERS
 @pytest.mark.slow
 def test_torchrun_shards_from_the_command_line(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "erlangen", "train", "--shard"]
