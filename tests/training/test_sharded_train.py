@@ -144,7 +144,7 @@ def on_one_device(workers: Workers, device: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=GATHERS), pytest.param("cuda", marks=GPU)])
 def test_shards_live_on_the_device(device):
     whole, parts, half, half_parts = together(1, on_one_device, device, spawn=device == "cuda")[0]
-    assert float((whole - parts).abs().max()) <= 1e-6
+    assert float((whole - parts).abs().max()) <= (1e-6 if device == "cpu" else 1e-5), "a GPU's kernels sum in an order of layouts"
     assert float((half - half_parts).abs().max()) <= 1e-2, "16-bit products, in another layout of the filters"
 
 
