@@ -40,7 +40,9 @@ def lower_bound(with_record: Tensor, without: Tensor, delta: float = DELTA) -> f
     """ε_L of the test "statistic > threshold", the threshold chosen on the first half and priced on the second."""
     half = with_record.numel() // 2
     ordered = without[:half].sort().values
-    candidates = ordered[((1 - torch.logspace(-5, -0.3, 60, dtype=torch.float64)) * half).long().clamp(max=half - 1)]
+    quantiles = ordered[((1 - torch.logspace(-5, -0.3, 60, dtype=torch.float64)) * half).long().clamp(max=half - 1)]
+    between = (ordered[-1:] + with_record[:half].min()) / 2  # where nothing overlaps, far from either
+    candidates = torch.cat([between, quantiles])
 
     def price(t: float, part: slice, confidence: float) -> float:
         hits, alarms = int((with_record[part] > t).sum()), int((without[part] > t).sum())

@@ -16,7 +16,7 @@ from erlangen.gradients import PerSampleGradients
 from erlangen.mechanisms import Angles, Direction, PublishedGeoDP, Shrink, StreamNoise
 from erlangen.mechanisms.clipping import PSAC, AutoS, Flat, PerLayer
 from erlangen.mechanisms.hyperspherical import angle_difference, from_spherical, to_spherical
-from tests.mechanisms.attacks import attack_geodp, exact
+from tests.mechanisms.attacks import attack_geodp, clopper_pearson, exact, lower_bound
 from tests.mechanisms.test_spectral import HOSTILE, build
 
 FORMS = ["direction", "shrink", "angles"]
@@ -208,6 +208,13 @@ def test_the_published_form_has_no_guarantee():
     assert exact(8.0) == pytest.approx(0.434, abs=0.01)
     assert attack_geodp(8.0, 0.1, 500, 4096, 3000) > 10 * exact(8.0)
     assert attack_geodp(8.0, 0.1, 500, 4096, 3000, sound=True) < exact(8.0)
+
+
+def test_statistics_that_never_overlap_show_all_that_their_number_can():
+    """No alarm is false, though the trials that price the threshold go a little beyond those that chose it."""
+    without = torch.linspace(0, 1, 2000)
+    found, ceiling = lower_bound(without + 10, without), clopper_pearson(0, 1000)[1]
+    assert found == pytest.approx(math.log((1 - ceiling - 1e-5) / ceiling), rel=1e-3)
 
 
 def test_the_published_form_is_algorithm_one():

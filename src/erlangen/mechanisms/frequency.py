@@ -48,16 +48,6 @@ def parity(x: Tensor, dims: Sequence[int]) -> Tensor:
     return torch.roll(torch.flip(x, list(dims)), [1] * len(dims), list(dims)) if dims else x
 
 
-def half_spectrum_weights(sizes: Sequence[int]) -> Tensor:
-    """w with ‖g‖² = Σ w|rfftn(g, norm="ortho")|²: 1 where the last axis is at DC or Nyquist, 2 elsewhere."""
-    last = sizes[-1]
-    w = torch.full((last // 2 + 1,), 2.0, dtype=torch.float64)
-    w[0] = 1.0
-    if last % 2 == 0:
-        w[-1] = 1.0
-    return w.expand(*[*sizes[:-1], last // 2 + 1]).clone()
-
-
 def low_pass(sizes: Sequence[int], ratio: float) -> Tensor:
     """The smallest set of lowest frequencies with at least ratio·N of the N coordinates, whole rings only.
 
