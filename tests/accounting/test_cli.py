@@ -82,6 +82,22 @@ def test_account_over_runs(call, run_folder):
     assert "1000 releases" in call("account", run_folder, run_folder)
 
 
+def test_whoever_is_in_two_data_sets_has_spent_both(call, run_folder, tmp_path):
+    """One record more is another fingerprint, and a thousand others have paid twice."""
+    with Ledger.create(tmp_path / "more.jsonl", data="digits and one more", run="run2") as ledger:
+        ledger.spend(Release(acc.poisson(0.01, acc.gaussian(1.0))), 1000)
+    out = call("account", run_folder, tmp_path / "more.jsonl", "--json")
+    assert [group["epsilon"]["pld"] for group in out["data_sets"]] == [pytest.approx(1.8282, abs=1e-4)] * 2
+    assert out["in_all"]["epsilon"]["pld"] == pytest.approx(acc.epsilon([(acc.poisson(0.01, acc.gaussian(1.0)), 2000)], 1e-5))
+    assert "whoever is in all 2 data sets" in call("account", run_folder, tmp_path / "more.jsonl")
+    with Ledger.create(tmp_path / "patients.jsonl", data="patients", unit="patient") as ledger:
+        ledger.spend(Release(acc.gaussian(5.0), unit="patient"))
+    with Ledger.create(tmp_path / "replaced.jsonl", data="replaced") as ledger:
+        ledger.spend(Release(acc.gaussian(5.0), neighbouring="replace-one"))
+    for other in ("patients.jsonl", "replaced.jsonl"):
+        assert call("account", run_folder, tmp_path / other, "--json")["in_all"]["epsilon"]["pld"] == "inf"
+
+
 def test_inspect(call, run_folder):
     out = call("inspect", run_folder, "--json")
     assert (out["run"], out["steps"], out["settled"]) == ("run1", 1000, True)

@@ -38,8 +38,6 @@ def test_every_call_is_a_release_on_disk(trained):
 
 def test_records_that_the_run_was_trained_on_pay_for_both(tmp_path, trained):
     """Validation on the training records is one more release on them, not the first."""
-    import shutil
-
     folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
     training = read_ledger(folder / "ledger.jsonl").pairs()
     result = validate(folder, "digits", 5.0)
@@ -56,12 +54,26 @@ def test_a_run_that_protects_patients_does_not_count_records_unasked(tmp_path):
     with pytest.raises(ConfigError, match="protects each patient"):
         validate(tmp_path / "run", tmp_path / "patients.npz", 5.0)
     assert not (tmp_path / "run" / "validation-ledger.jsonl").exists()
-    assert validate(tmp_path / "run", tmp_path / "patients.npz", 5.0, per_record=True)["unit"] == "record"
+    result = validate(tmp_path / "run", tmp_path / "patients.npz", 5.0, per_record=True)
+    assert result["unit"] == "record"
+    assert result["epsilon"] == "inf", "they were trained on, and one of four can turn its patient's gradient by two bounds"
+
+
+def test_records_of_which_some_may_have_been_trained_on_are_told_both(tmp_path, trained):
+    """A part of the training records has another fingerprint than all of them, and has paid for training all the same."""
+    folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
+    digits, training = load("digits"), read_ledger(folder / "ledger.jsonl").pairs()
+    np.savez(tmp_path / "part.npz", x_train=digits.x_train[:300], y_train=digits.y_train[:300])
+    result = validate(folder, tmp_path / "part.npz", 5.0)
+    validated = [(gaussian(5.0), 2)]
+    assert result["epsilon"] == pytest.approx(epsilon(validated, result["delta"]))
+    assert result["epsilon_if_trained_on"] == pytest.approx(epsilon([*training, *validated], result["delta"]))
+    for ledger in folder.glob("ledger.jsonl*"):
+        ledger.unlink()
+    assert validate(folder, tmp_path / "part.npz", 5.0)["epsilon_if_trained_on"] == "inf"
 
 
 def test_without_noise_it_is_the_plain_matrix_and_epsilon_is_infinite(tmp_path, trained):
-    import shutil
-
     folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
     result = validate(folder, trained.parent / "private.npz", 0.0)
     assert result["epsilon"] == "inf"
@@ -69,8 +81,6 @@ def test_without_noise_it_is_the_plain_matrix_and_epsilon_is_infinite(tmp_path, 
 
 
 def test_a_damaged_or_lone_ledger_is_said(tmp_path, trained):
-    import shutil
-
     folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
     source = trained.parent / "private.npz"
     assert validate(folder, source, 5.0)["ledger_notes"] == []

@@ -11,7 +11,7 @@ from .attacker import gdp_mu, tradeoff
 from .budget import Budget
 from .calibrate import max_steps, noise_multiplier
 from .certificate_check import examine, verify
-from .compose import Spent, compose_runs, ledger_path
+from .compose import Spent, compose_runs, ledger_path, overlapping
 from .epsilon import AccountingError, Method, Neighbouring, delta, epsilon
 from .events import (
     EventError,
@@ -59,6 +59,7 @@ __all__ = [
     "no_op",
     "noise_multiplier",
     "non_private",
+    "overlapping",
     "poisson",
     "read_ledger",
     "repeat_and_select",

@@ -91,3 +91,9 @@ def compose_runs(runs: Sequence[str | os.PathLike[str]], single_copy: bool = Fal
     for book in books.values():
         groups.setdefault(book.data or UNKNOWN, []).append(book)
     return [Spent(fingerprint, tuple(members)) for fingerprint, members in sorted(groups.items())]
+
+
+def overlapping(spent: Sequence[Spent]) -> Spent:
+    """What whoever is in all of these data sets has spent: a set with one record more or less has another fingerprint, and the
+    others in it have paid in both."""
+    return Spent(" and ".join(group.fingerprint for group in spent), tuple(book for group in spent for book in group.books))

@@ -243,20 +243,30 @@ def _priced(pairs: list[Any], delta: float, neighbouring: Any) -> dict[str, Any]
 
 
 def _account_runs(runs: list[Path], delta: float, single_copy: bool) -> dict[str, Any]:
-    spent = []
-    for group in acc.compose_runs(runs, single_copy):
-        price = _priced(group.pairs(), delta, group.neighbouring)
-        notes = [note for book in group.books for note in book.notes]
-        notes += [f"run {book.run} is not settled: its last reservation counts in full" for book in group.books if not book.settled]
-        if group.mixed:
-            price["epsilon"] = dict.fromkeys(price["epsilon"], "inf")
-            notes.append(group.mixed)
-        spent.append({"data": group.fingerprint, "runs": group.runs, "steps": group.steps, "unit": group.units} | price)
-        spent[-1]["notes"] = notes
-    out: dict[str, Any] = {"data_sets": spent, "delta": delta}
+    groups = acc.compose_runs(runs, single_copy)
+    spent = [_account_group(group, delta) for group in groups]
     if len(spent) == 1:
-        out["epsilon"] = spent[0]["epsilon"]
-    return out
+        return {"data_sets": spent, "delta": delta, "epsilon": spent[0]["epsilon"]}
+    return {"data_sets": spent, "delta": delta, "in_all": _account_all(groups, delta)}
+
+
+def _account_all(groups: list[acc.Spent], delta: float) -> dict[str, Any]:
+    """What whoever is in all of these data sets has spent; ∞ where that does not add up."""
+    try:
+        return _account_group(acc.overlapping(groups), delta)
+    except (acc.LedgerError, acc.AccountingError) as error:
+        return {"epsilon": {"pld": "inf", "rdp": "inf"}, "delta": delta, "accountant_notes": [str(error)]}
+
+
+def _account_group(group: acc.Spent, delta: float) -> dict[str, Any]:
+    price = _priced(group.pairs(), delta, group.neighbouring)
+    notes = [note for book in group.books for note in book.notes]
+    notes += [f"run {book.run} is not settled: its last reservation counts in full" for book in group.books if not book.settled]
+    if group.mixed:
+        price["epsilon"] = dict.fromkeys(price["epsilon"], "inf")
+        notes.append(group.mixed)
+    facts = {"data": group.fingerprint, "runs": group.runs, "steps": group.steps, "unit": group.units}
+    return {**facts, **price, "notes": notes}
 
 
 def _opacus(path: Path) -> list[Any]:
@@ -297,6 +307,9 @@ def _show_runs(result: dict[str, Any]) -> None:
         _show_price(group)
         for note in group["notes"]:
             print(f"note: {note}")
+    if "in_all" in result:
+        print(f"whoever is in all {len(result['data_sets'])} data sets (other fingerprints do not mean other people):")
+        _show_price(result["in_all"])
 
 
 def _show_calibration(result: dict[str, Any]) -> None:

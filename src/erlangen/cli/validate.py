@@ -34,12 +34,18 @@ def validate(
     typer.echo(
         f"Accuracy   {result['accuracy']:.1%} on {result['records']} private records (± {result['accuracy_std']:.1%} noise)"
     )
-    epsilon = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.3g}"
     typer.echo(
-        f"Privacy    ε = {epsilon} at δ = {result['delta']:.1e} per record, {result['releases']} release(s) of this run so far"
+        f"Privacy    ε = {_words(result['epsilon'])} at δ = {result['delta']:.1e} per record, "
+        f"{result['releases']} release(s) of this run so far"
     )
+    if result["epsilon_if_trained_on"] != result["epsilon"]:
+        typer.echo(f"           ε = {_words(result['epsilon_if_trained_on'])} for a record that the run was trained on, too")
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
     for row in result["confusion"]:
         typer.echo("  " + " ".join(f"{n:5d}" for n in row))
     for note in result["ledger_notes"]:
         typer.echo(f"Ledger     was damaged and repaired: {note}")
+
+
+def _words(epsilon: float | str) -> str:
+    return "∞" if isinstance(epsilon, str) else f"{epsilon:.3g}"

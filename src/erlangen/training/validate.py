@@ -20,6 +20,7 @@ from torch import nn
 
 from erlangen.accounting import epsilon, metrics
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
+from erlangen.accounting.ledger_format import Book
 from erlangen.data import Dataset, load
 from erlangen.deploy.card import ModelCard
 from erlangen.models import make_model
@@ -61,7 +62,8 @@ def validate(
 
     Every call is another release on these records; ε in the result is that of all that this run's folder counts, *per record*
     (other runs that were tried on the same records add up with it: `erlangen account RUN1 RUN2`). After a
-    run whose unit of privacy is another one that must be asked for, by ``per_record``.
+    run whose unit of privacy is another one that must be asked for, by ``per_record``. Whether some of the records were trained on
+    cannot be seen unless all were: ``epsilon_if_trained_on`` is theirs.
     """
     folder = Path(folder)
     if noise_multiplier < 0:
@@ -88,7 +90,9 @@ def validate(
         for name, metric in (("accuracy", right), ("confusion-matrix", table)):
             ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
         pairs, notes = ledger.pairs(), list(ledger.book.notes)
-    spent = epsilon([*pairs, *_trained_on(folder, data)], delta)
+    training = _training_ledger(folder)
+    both = _with_training(training, pairs, delta)
+    spent = both if training is not None and training.data == data.fingerprint() else epsilon(pairs, delta)
     return {
         "accuracy": right.value,
         "accuracy_std": right.std,
@@ -97,19 +101,25 @@ def validate(
         "records": len(data),
         "unit": "record",
         "epsilon": spent if math.isfinite(spent) else "inf",
+        "epsilon_if_trained_on": both if math.isfinite(both) else "inf",
         "delta": delta,
         "releases": sum(count for _, count in pairs),
         "ledger_notes": notes,
     }
 
 
-def _trained_on(folder: Path, data: Dataset) -> list[tuple[DpEvent, int]]:
-    """What the run itself has released of these records: everything if they are those it was trained on."""
+def _training_ledger(folder: Path) -> Book | None:
     path = folder / "ledger.jsonl"
-    if not (path.exists() or copy_path(path).exists()):
-        return []
-    book = read_ledger(path)
-    return book.pairs() if book.data == data.fingerprint() else []
+    return read_ledger(path) if path.exists() or copy_path(path).exists() else None
+
+
+def _with_training(book: Book | None, validated: list[tuple[DpEvent, int]], delta: float) -> float:
+    """ε of a record that was trained on, too: ∞ where nobody knows what that cost, or where training protected another unit, which
+    promises nothing to a single record of it."""
+    if book is None:
+        return math.inf
+    units = {release.unit for release, count in zip(book.releases, book.counts, strict=True) if count}
+    return epsilon([*validated, *book.pairs()], delta) if units <= {"record"} else math.inf
 
 
 def _records(folder: Path, source: str | Path, skip_bad: bool) -> Dataset:
