@@ -17,7 +17,8 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"iso": "black", "shuffle": "tab:gray", "rep": "tab:blue"}
+COLOURS = {"iso": "black", "shuffle": "tab:gray", "rep": "tab:blue", "rep:escnn:0.5": "tab:orange"}
+NAMES = {"iso": "ISO", "shuffle": "SHUFFLE", "rep": "REP", "rep:escnn:0.5": "REP, half power"}
 TITLES = {"rep-table1.json": "rotated MNIST", "rep-fashion.json": "rotated Fashion-MNIST"}
 
 
@@ -27,23 +28,25 @@ def accuracy(axis: Any, table: list[dict[str, Any]]) -> None:
         cells = [row["cells"][name] for row in table]
         axis.errorbar(
             epsilons, [c["mean"] for c in cells], [c["error"] for c in cells], fmt=".-", color=colour, capsize=2,
-            label=name.upper(),
+            label=NAMES[name],
         )  # fmt: skip
     axis.set_ylabel("test accuracy, %")
     axis.legend(frameon=False, loc="lower right")
 
 
 def gain(axis: Any, table: list[dict[str, Any]]) -> None:
-    gaps = [row["rep-iso"] for row in table]
-    epsilons = [row["epsilon"]["pld"] for row in table]
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.errorbar(
-        epsilons, [g["mean"] for g in gaps], [g["half_width_95"] for g in gaps], fmt="o", color=COLOURS["rep"], capsize=3
-    )
+    for name, aside in (("rep", 0.97), ("rep:escnn:0.5", 1.03)):
+        gaps = [row[f"{name}-iso"] for row in table]
+        epsilons = [row["epsilon"]["pld"] for row in table]
+        axis.errorbar(
+            [aside * e for e in epsilons], [g["mean"] for g in gaps], [g["half_width_95"] for g in gaps], fmt="o",
+            color=COLOURS[name], capsize=3,
+        )  # fmt: skip
     for epsilon, gap in zip(epsilons, gaps, strict=True):
-        axis.annotate(f"n={gap['pairs']}", (epsilon, -3.8), ha="center", fontsize=7, color="gray")
-    axis.set_ylim(-4, 2)
-    axis.set_ylabel("REP − ISO, points (95 %)")
+        axis.annotate(f"n={gap['pairs']}", (epsilon, -4.8), ha="center", fontsize=7, color="gray")
+    axis.set_ylim(-5, 2.5)
+    axis.set_ylabel("gain over ISO, points (95 %)")
     axis.set_xlabel("ε (PLD), δ = 1e-5")
 
 
@@ -57,7 +60,7 @@ def metrics(content: dict[str, Any]) -> None:
     figure, axis = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
     axis.axvline(row["cells"]["iso"]["mean"], color="black", linewidth=0.8, linestyle=":")
     for place, name in enumerate(names):
-        colour = COLOURS[name.split(":")[0]]
+        colour = COLOURS.get(name, COLOURS["rep"])
         seeds = [100 * run["test_accuracy"] for run in content["runs"] if run["mechanism"] == name]
         axis.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.35, markersize=5)
         axis.plot(row["cells"][name]["mean"], place, "|", color=colour, markersize=18, markeredgewidth=2)

@@ -16,6 +16,8 @@ from erlangen.experiments.rep import TABLE_1
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 Runs = list[dict[str, Any]]
+HALF = "rep:escnn:0.5"
+FOUR = {"iso": "ISO", "shuffle": "SHUFFLE", "rep": "REP", HALF: "REP, half power"}
 
 
 def page(name: str) -> str:
@@ -47,18 +49,31 @@ def decimal(value: float, digits: int) -> str:
 
 
 @pytest.mark.parametrize("sigma", TABLE_1)
-@pytest.mark.parametrize("name", ["rep-table1.json", "rep-fashion.json"])
+@pytest.mark.parametrize("name", ["rep-table1.json", "rep-fashion.json", "rep-table1-coarse.json"])
 def test_rep_against_iso_and_shuffle(name: str, sigma: float) -> None:
     runs: Runs = content(name)["runs"]
     epsilon = next(r["epsilon"] for r in runs if r["sigma"] == sigma)
-    by = {m: accuracy(runs, m, sigma) for m in ("iso", "shuffle", "rep")}
+    by = {m: accuracy(runs, m, sigma) for m in dict.fromkeys(r["mechanism"] for r in runs)}
     assert len({tuple(sorted(values)) for values in by.values()}) == 1, "pairs need the same seeds"
     published = [f" ({p})" for p in TABLE_1[sigma]] if name == "rep-table1.json" else [""] * 3
     cells = [
         str(sigma), f"{epsilon['rdp']:.4f}", f"{epsilon['pld']:.3f}", str(len(by["iso"])),
-        *(mean_and_error(by[m]) + p for m, p in zip(by, published)), paired(by["rep"], by["iso"]), paired(by["rep"], by["shuffle"]),
+        *(mean_and_error(by[m]) + p for m, p in zip(by, [*published, ""])), paired(by["rep"], by["iso"]), paired(by["rep"], by["shuffle"]),
+        *([paired(by[HALF], by["iso"])] if HALF in by else []),
     ]  # fmt: skip
     assert f"| {' | '.join(cells)} |" in page("rep.md")
+
+
+@pytest.mark.parametrize("mechanism", FOUR)
+def test_calibration_and_sparsity_of_rep(mechanism: str) -> None:
+    cells = []
+    for name in ("rep-table1.json", "rep-fashion.json"):
+        runs: Runs = [r for r in content(name)["runs"] if r["mechanism"] == mechanism]
+        at_one = [r for r in runs if r["sigma"] == 1.0]
+        cells += [decimal(fmean(r["brier"] for r in at_one), 4), decimal(fmean(r["ece"] for r in at_one), 3)]
+        small = {sigma: 100 * fmean(r["small_parameters"] for r in runs if r["sigma"] == sigma) for sigma in (1.4, 1.0, 0.6)}
+        cells.append(" / ".join(f"{share:.2f}" for share in small.values()))
+    assert f"| {FOUR[mechanism]} | {' | '.join(cells)} |" in page("rep.md")
 
 
 METRICS = {
@@ -86,15 +101,21 @@ def test_metrics_of_rep_and_what_chose_their_options(mechanism: str) -> None:
     assert f"| {' | '.join(cells)} |" in page("rep.md")
 
 
-@pytest.mark.parametrize(("lr", "clip"), itertools.product((0.06, 0.125, 0.25, 0.5), (0.3, 1.0)))
+def held_out(name: str, mechanism: str, lr: float, clip: float) -> str:
+    rows = [r for r in content(name)["tuning"] if (r["mechanism"], r["lr"], r["clip"]) == (mechanism, lr, clip)]
+    return f"{100 * fmean(r['test_accuracy'] for r in rows):.1f}"
+
+
+@pytest.mark.parametrize(("lr", "clip"), itertools.product((0.05, 0.08, 0.13, 0.21), (0.5, 1.0)))
 def test_tuning_of_rep(lr: float, clip: float) -> None:
-    held_out = [
-        next(100 * r["test_accuracy"] for r in content(name)["tuning"] if (r["mechanism"], r["lr"], r["clip"]) == (m, lr, clip))
-        for name in ("rep-table1.json", "rep-fashion.json")
-        for m in ("iso", "shuffle", "rep")
-    ]
-    row = f"| {lr} | {clip} | {lr * clip + 1e-9:.3f} | {' | '.join(f'{a:.1f}' for a in held_out)} |"
-    assert row in page("rep.md")
+    found = [held_out(name, m, lr, clip) for name in ("rep-table1.json", "rep-fashion.json") for m in FOUR]
+    assert f"| {lr} | {clip} | {lr * clip + 1e-9:.3f} | {' | '.join(found)} |" in page("rep.md")
+
+
+@pytest.mark.parametrize(("lr", "clip"), itertools.product((0.06, 0.125, 0.25, 0.5), (0.3, 1.0)))
+def test_coarse_tuning_of_rep(lr: float, clip: float) -> None:
+    found = [held_out("rep-table1-coarse.json", m, lr, clip) for m in ("iso", "shuffle", "rep")]
+    assert f"| {lr} | {clip} | {lr * clip + 1e-9:.3f} | {' | '.join(found)} |" in page("rep.md")
 
 
 def cifar_cells() -> dict[str, list[Any]]:

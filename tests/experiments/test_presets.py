@@ -57,7 +57,8 @@ def test_rep_epsilons_are_the_papers_to_every_digit():
 
 def test_rep_cells_hold_the_papers_numbers_and_more_seeds_where_it_is_close():
     cells = {c.name: c for c in preset("rep-table1").cells}
-    assert len(cells) == len(TABLE_1) * len(MECHANISMS)
+    assert len(cells) == len(TABLE_1) * (len(MECHANISMS) + 1)
+    assert cells["σ=1.0 REP, half power"].paper is None
     assert cells["σ=1.0 REP"].paper == 72.1
     assert cells["σ=1.2 SHUFFLE"].paper == 51.8
     assert cells["σ=1.0 ISO"].seed_factor * preset("rep-table1").seeds == 20
