@@ -38,16 +38,17 @@ def literal(folder: Path) -> tuple[list[float], list[float]]:
 
 def final(axis: Any, found: list[dict[str, Any]], theirs: tuple[list[float], list[float]]) -> None:
     axis.plot(list(PAPER), list(PAPER.values()), "o--", color="gray", label="paper (its ε is RDP's)", markersize=4)
-    last: dict[tuple[float, int], list[float]] = {}
+    last: dict[tuple[float, int, int], list[float]] = {}
     for run in found:
-        key = (run["config"]["epsilon"], run["config"]["steps"])
+        key = (run["config"]["epsilon"], run["config"]["steps"], run["config"]["views"])
         last.setdefault(key, []).append(100 * run["metrics"][-1]["test_accuracy"])
-    ours = sorted((k, v) for k, v in last.items() if k[1] <= 135 * k[0])
+    ours = sorted((k, v) for k, v in last.items() if k[1] <= 135 * k[0] and k[2] == 4)
     middle = [statistics.median(v) for _, v in ours]
     axis.plot([k[0] for k, _ in ours], middle, "_", color="black", markersize=14, label="ours: seeds and median")
-    for (epsilon, steps), values in last.items():
-        mark = "." if steps <= 135 * epsilon else "x"
-        axis.plot([epsilon] * len(values), values, mark, color="black", label="2,160 steps" if mark == "x" else None)
+    for (epsilon, steps, views), values in last.items():
+        mark = "^" if views == 8 else "." if steps <= 135 * epsilon else "x"
+        label = {"x": "2,160 steps", "^": "8 views"}.get(mark)
+        axis.plot([epsilon] * len(values), values, mark, color="black", label=label, markersize=4 if mark == "^" else None)
     axis.plot(*theirs, "+", color="tab:red", label="the paper's network, our run")
     axis.set_xlabel("ε (PLD), δ = 1e-5")
     axis.set_ylabel("test accuracy, %")
@@ -56,7 +57,7 @@ def final(axis: Any, found: list[dict[str, Any]], theirs: tuple[list[float], lis
 
 def on_the_way(axis: Any, found: list[dict[str, Any]]) -> None:
     named = set()
-    for run in sorted(found, key=lambda r: r["config"]["steps"]):
+    for run in sorted((r for r in found if r["config"]["views"] == 4), key=lambda r: r["config"]["steps"]):
         steps, looks = run["config"]["steps"], run["metrics"]
         label = None if steps in named else f"ε = {run['config']['epsilon']:g}, {steps:,} steps"
         named.add(steps)
