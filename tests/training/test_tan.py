@@ -110,4 +110,6 @@ def test_the_command_says_that_it_is_not_private(capsys):
     assert "not the private run" in said["remarks"][0]
     with pytest.raises(SystemExit):
         app(arguments)
-    assert "not the private run" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "not the private run" in printed
+    assert f"Dominance     {said['dominance']:.3g} " in printed

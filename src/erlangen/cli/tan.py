@@ -24,7 +24,7 @@ def tan(
     """Dry run: predict the accuracy of a large-batch private run at 1/k of its work. The dry run itself is NOT private."""
     from erlangen.cli.settings import assigned
     from erlangen.training.config import TrainConfig, read_options
-    from erlangen.training.tan import dry_run
+    from erlangen.training.tan import SAFE, dry_run
 
     values: dict[str, Any] = read_options(config) if config is not None else {}
     settings = TrainConfig.from_dict(assigned(values, set_))
@@ -37,6 +37,7 @@ def tan(
     typer.echo(f"Predicted     {result.mean:.1%} ± {result.spread:.1%} ({_runs(len(result.accuracies))})")
     typer.echo(f"Large run     batch {plan.target.batch:g}, {plan.target.steps} steps: ε = {plan.target_epsilon:.3g}")
     typer.echo(f"Small runs    batch {plan.small.batch:g}, σ = {plan.small.noise_multiplier:.3g}, {1 / k:.1%} of the work")
+    typer.echo(f"Dominance     {plan.dominance:.3g} (at least; noise over the small runs' sampling error, {SAFE:g} is enough)")
     for remark in plan.remarks:
         typer.echo(f"Note          {remark}")
 

@@ -1,0 +1,257 @@
+"""Figures of speed on the pages follow from the raw timings in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from erlangen.models import make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def page(name: str) -> str:
+    """The text of a page in one line, without bold type."""
+    return " ".join((ROOT / "docs" / name).read_text().replace("**", "").split())
+
+
+def content(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def milliseconds(name: str, method: str) -> float:
+    """The median of a method's raw timings, which is the figure that its file gives."""
+    row = content(name)["methods"][method]
+    assert row["ms_logical"] == pytest.approx(median(row["ms"]))
+    return row["ms_logical"]
+
+
+def gibibytes(name: str, method: str) -> float:
+    return content(name)["methods"][method]["peak_mb"] / 2**10
+
+
+@pytest.mark.parametrize(("name", "start"), [
+    ("gpu-eq-resnet9-d4", "D4 Equivariant-ResNet-9 (7, 14, 28) | 8192 × 4"), ("gpu-resnet9", "ResNet-9 (64, 128, 256) | 4096 × 1"),
+    ("gpu-wrn-16-4", "WRN-16-4 with weight standardisation | 4096 × 1"),
+])  # fmt: skip
+def test_private_over_plain(name: str, start: str) -> None:
+    plain, private = (milliseconds(name, method) for method in ("plain", "erlangen"))
+    memory = [f"{gibibytes(name, method):.1f}" for method in ("plain", "erlangen")]
+    row = f"| {start} | {plain:.1f} ms | {private:.1f} ms | {private / plain:.2f} | {' → '.join(memory)} GiB |"
+    assert row in page("results/speed.md")
+    asked = content(name)["arguments"]
+    command = f"--model {asked['model']} --batch {asked['batch']} " + f"--views {asked['views']} " * (asked["views"] > 1)
+    command += f"--physical {asked['physical']} --repeats {asked['repeats']} --warmup {asked['warmup']} --profile --json"
+    assert f"python benchmarks/gpu.py {command}" in page("results/speed.md")
+    assert len(content(name)["methods"]["erlangen"]["ms"]) == asked["repeats"]
+
+
+@pytest.mark.parametrize(("batch", "method", "start"), [
+    (512, "clipless", "Clipless VGG, 130 thousand parameters, float32"), (4096, "clipless", "the same"),
+    (20000, "clipless", "the same"), (4096, "iso", "the same, clipped (ISO)"),
+    (4096, "opacus ghost", "the same, Opacus ghost clipping"),
+])  # fmt: skip
+def test_clipless(batch: int, method: str, start: str) -> None:
+    found = content("clipless-gpu-20000" if batch == 20000 else "clipless-gpu")
+    rows = found["batches"][str(batch)]
+    seconds = {name: median(row["times"]) for name, row in rows.items()}
+    ratio, memory = seconds[method] / seconds["plain"], rows[method]["peak_bytes"] / rows["plain"]["peak_bytes"]
+    times = [f"{1e3 * seconds[name]:.1f} ms" for name in ("plain", method)]
+    assert f"| {start} | {batch} | {' | '.join(times)} | {ratio:.2f} | {memory:.2f}× |" in page("results/speed.md")
+    assert round(found["parameters"], -4) == 130_000
+
+
+def test_beside_opacus() -> None:
+    name, methods = "gpu-resnet9-opacus", ("plain", "erlangen", "opacus-hooks", "opacus-ghost")
+    time = {method: milliseconds(name, method) for method in methods}
+    memory = {method: gibibytes(name, method) for method in methods}
+    said = page("results/speed.md")
+    assert f"| a step | {' | '.join(f'{t:.1f} ms' for t in time.values())} |" in said
+    assert f"| memory | {' | '.join(f'{m:.1f} GiB' for m in memory.values())} |" in said
+    faster = [f"{time[m] / time['erlangen']:.1f}" for m in methods[2:]]
+    assert f"Erlangen is {' and '.join(faster)} times as fast, with less than a third of the memory" in said
+    assert 3 * memory["erlangen"] < min(memory[m] for m in methods[2:])
+
+
+def test_beside_a_compiled_step() -> None:
+    compiled, private = milliseconds("gpu-compile-resnet9", "plain"), milliseconds("gpu-resnet9", "erlangen")
+    memory = [gibibytes("gpu-resnet9", "erlangen"), gibibytes("gpu-compile-resnet9", "plain")]
+    said = page("results/speed.md")
+    assert f"compiled, takes {compiled:.1f} ms" in said
+    assert f"{compiled / private:.2f} times as fast as the compiled step without privacy" in said
+    assert f"in less memory ({memory[0]:.1f} GiB against {memory[1]:.1f})" in said
+    assert f"takes {compiled:.1f} ms" in page("design-notes.md")
+
+
+def test_replayed_steps() -> None:
+    one_by_one, replayed = (
+        [milliseconds(name, method) for method in ("plain", "erlangen")] for name in ("gpu-lenet", "gpu-lenet-graph")
+    )
+    for start, (plain, private) in (("launched one by one", one_by_one), ("replayed, both sides", replayed)):
+        assert f"| {start} | {plain:.2f} ms | {private:.2f} ms | {private / plain:.1f} |" in page("results/speed.md")
+    assert f"and {one_by_one[1] / replayed[1]:.0f} times since" in page("results/speed.md")
+    commits = " and ".join(content(name)["commit"] for name in ("gpu-lenet", "gpu-lenet-graph"))
+    assert f"commits {commits}" in page("results/speed.md")
+    assert f"commits {commits}" in page("scale.md")
+
+
+@pytest.mark.parametrize("name", ["gpu-eq-resnet9-d4", "gpu-resnet9", "gpu-wrn-16-4", "gpu-eq-resnet9", "gpu-compile-resnet9"])
+def test_the_page_names_the_commit_of_a_figure(name: str) -> None:
+    assert content(name)["commit"] in page("results/speed.md")
+
+
+def test_a_whole_run_and_its_steps() -> None:
+    said = page("results/speed.md")
+    assert f"2160 steps of the first row take {2160 * milliseconds('gpu-eq-resnet9-d4', 'erlangen') / 6e4:.1f} minutes" in said
+    (run,) = json.loads((ROOT / "docs/results/cifar-d4.json").read_text())["cells"]["the paper's 2160 steps, ε 8"]
+    assert f"took {run['seconds'] / 60:.1f} minutes on a GPU of its own ({run['seconds']:.0f} s by the run's clock" in said
+    assert f"{run['seconds'] / run['config']['steps']:.3f} s a step" in said
+    assert run["commit"] in said
+    assert f"takes {milliseconds('gpu-eq-resnet9', 'erlangen'):.0f} ms" in said
+
+
+LAYERS = [  # the rate is that of the sum: 2·k²·T·C·O flops a record, T positions
+    ("256 → 256, 3×3 on 4×4", 18 * 16 * 256 * 256), ("256 → 256, 3×3 on 8×8", 18 * 64 * 256 * 256),
+    ("the same, standardised filters", 18 * 64 * 256 * 256), ("128 → 256, 3×3 to 8×8, standardised", 18 * 64 * 128 * 256),
+    ("128 → 256, 1×1 to 8×8, standardised", 2 * 64 * 128 * 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("k", range(len(LAYERS)), ids=[name for name, _ in LAYERS])
+def test_gradients_that_are_not_stored(k: int) -> None:
+    name, flops = LAYERS[k]
+    found = content("kernels-h200")
+    layer = found["layers"][k]
+    norms, weighed = (min(row["ms"] for row in layer[kind]) for kind in ("norms", "sums"))
+    assert layer["unformed_ms"] == pytest.approx(norms + weighed)
+    rate = found["owners"] * flops / weighed / 1e9
+    cells = [layer["stored_ms"], layer["float32_ms"], norms, weighed, layer["unformed_ms"]]
+    assert f"| {name} | {' | '.join(f'{c:.2f}' for c in cells)} | {float(f'{rate:.2g}'):.0f} TF/s |" in page("results/speed.md")
+    assert layer["rounding"] < 0.01
+
+
+def test_other_tiles_of_stored_gradients() -> None:
+    gains = {name: 1 - min(tiles.values()) / tiles["None"] for name, tiles in content("kernels-h200")["stored"].items()}
+    narrow = [gain for name, gain in gains.items() if ": 64 to" in name]
+    wide = [gain for name, gain in gains.items() if ": 128 to" in name]
+    said = f"gain {100 * min(wide):.0f} to {100 * max(wide):.0f} % at 128 channels and less than 2 % at 64"
+    assert said in page("results/speed.md")
+    assert max(narrow) < 0.02
+
+
+ENSEMBLES = {
+    "rep": ("C8 steerable CNN (REP's table)", 64, "bf16"), "lenet": ("LeNet-5 (GReDP's tables)", 500, "float32"),
+    "geodp-cnn": ("GeoDP's CNN", 16384, "float32"), "model3": ("Model-3", 500, "bf16"), "resnet20": ("ResNet-20", 500, "bf16"),
+    "alexnet": ("AlexNet", 500, "bf16"), "resnet3": ("GeoDP's ResNet", 16384, "bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_ensembles(name: str) -> None:
+    before, now = (measured["cases"][name] for measured in content("ensembles-h200")["measured"])
+    title, batch, precision = ENSEMBLES[name]
+    times = [f"{case['ms']:.0f} ms" if before["ms"] > 200 else f"{case['ms']:.1f} ms" for case in (before, now)]
+    cells = [title, f"{now['members']} × {batch:,}", precision, *times, f"{before['ms'] / now['ms']:.1f}×"]
+    assert f"| {' | '.join(cells)} | {1e3 * now['ms'] / now['members'] / batch:.1f} µs |" in page("results/speed.md")
+
+
+# --- what a step moves and computes ------------------------------------------------------------------------------------
+
+RECORDS, VIEWS = 8192, 8192 * 4
+#: flops and bytes a second that the machine reaches
+FLOPS, BYTES = 790e12, 4.8e12
+
+
+class Convolutions(TorchDispatchMode):
+    """Entries of all feature maps and of all kernels."""
+
+    maps = kernels = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.convolution.default:
+            self.maps, self.kernels = self.maps + out.numel(), self.kernels + args[1].numel()
+        return out
+
+
+def test_roofline_of_the_d4_network() -> None:
+    """Flops and bytes are counted on the network itself; the time that they take is compared with the one measured."""
+    torch.manual_seed(0)
+    model = make_model("eq-resnet9-tuned", (3, 32, 32), 10)
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad(), FlopCounterMode(display=False) as forwards, Convolutions() as seen:
+        model(x)
+    with FlopCounterMode(display=False) as both:
+        model(x).sum().backward()
+    forward, total = forwards.get_total_flops() / 1e9, both.get_total_flops() / 1e9
+    said = page("results/speed.md")
+    work = 1e9 * total * VIEWS
+    assert f"{1e3 * forward / 2:.0f} million multiply-adds, {forward:.2f} GF forwards and {total:.2f} GF in all" in said
+    assert f"{work / 1e12:.0f} TF for 8192 × 4 views: {1e3 * work / FLOPS:.0f} ms at the 790 TF/s" in said
+    moved = 10 * 2 * seen.maps * VIEWS
+    assert f"{seen.maps / 1e3:.0f} thousand entries a view in bf16, cross memory about ten times ({moved / 1e9:.0f} GB, " in said
+    coefficients = sum(p.numel() for p in model.parameters())
+    kept = 2 * RECORDS * (2 * seen.kernels + 4 * coefficients)
+    assert f"{seen.kernels / 1e6:.2f} million entries" in said
+    assert f"({kept / 1e9:.0f} GB, {1e3 * kept / BYTES:.0f} ms)" in said
+    took = milliseconds("gpu-eq-resnet9-d4", "erlangen")
+    limit = 1e3 * (work / FLOPS + (moved + kept) / BYTES)
+    rates = [work / took / 1e9, (moved + kept) / took / 1e9]
+    assert f"{limit:.0f} ms, the limit of a machine that overlaps nothing; we are at {took:.0f} ms, {limit / took:.0%} of it" in (
+        said.replace(" %", "%")
+    )
+    shares = [1e12 * rates[0] / FLOPS, 1e12 * rates[1] / BYTES]
+    assert f"{rates[0]:.0f} TF/s and {rates[1]:.1f} TB/s, {100 * shares[0]:.0f} and {100 * shares[1]:.0f} % of what each" in said
+    part = 1056 * 4 / VIEWS
+    crossing = part * moved / 10 / BYTES
+    by_kernels = [
+        part * VIEWS * 1e9 * (total - forward) / FLOPS, 5 * crossing,
+        part * VIEWS * 1e9 * forward / FLOPS + part * RECORDS * 2 * seen.kernels / BYTES,
+    ]  # fmt: skip
+    for took_there, least in zip(("8 ms", "7.2 ms", "4.5 ms"), by_kernels, strict=True):
+        assert f"| {took_there} | {1e3 * least:.1f} ms |" in said
+
+
+# --- growth ------------------------------------------------------------------------------------------------------------
+
+AXES = {
+    "batch": "records in the batch", "width": "parameters", "image": "pixels", "views": "views of a record",
+    "order": "order of the group",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(("name", "unit", "digits"), [("growth-cpu", 2**20, 0), ("growth-cuda", 2**30, 1)])
+def test_growth(name: str, unit: int, digits: int, axis: str) -> None:
+    private = content(name)["series"][axis]["private"]
+    first, *_, last = private["points"]
+    cells = [
+        AXES[axis], f"{first['x']:,} – {last['x']:,}", f"{1e3 * first['seconds']:.0f} – {1e3 * last['seconds']:.0f}",
+        f"{private['seconds']['r2']:.3f}", f"{first['bytes'] / unit:.{digits}f} – {last['bytes'] / unit:.{digits}f}",
+        f"{private['bytes']['r2']:.3f}",
+    ]  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in page("scale.md")
+    assert all(point["seconds"] == pytest.approx(median(point["times"])) for point in private["points"])
+
+
+def test_growth_on_a_gpu_in_words() -> None:
+    series = content("growth-cuda")["series"]
+    seconds = {axis: [[p["seconds"] for p in row[side]["points"]] for side in ("plain", "private")] for axis, row in series.items()}
+    ratios = sorted(private / plain for axis in seconds for plain, private in zip(*seconds[axis], strict=True))
+    said = f"the price of privacy is {ratios[0]:.1f} to {ratios[-1]:.1f} there, {median(ratios):.1f} in the median"
+    assert said in page("scale.md")
+    eight, sixteen = seconds["order"][1][-2:]
+    assert 2.5 < sixteen / eight < 3.5, "from 8 to 16 it triples"
+
+
+def test_memory_of_a_large_logical_batch() -> None:
+    peak = content("gpu-eq-resnet9-d4")["methods"]["erlangen"]["peak_mb"] / 2**10
+    assert peak < 6
+    assert f"in parts of 1,024 take {peak:.1f} GiB, under a budget of 6 GiB" in page("scale.md")
