@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
 GUARD = ROOT / "benchmarks" / "guard.py"
@@ -70,11 +73,26 @@ def test_bars_fail_when_asked_for(tmp_path):
     assert guard(tmp_path, slow, options=("--bars",)).returncode == 1
 
 
-def test_every_stored_step_and_gpu_result_is_understood():
-    sys.path.insert(0, str(GUARD.parent))
-    import guard as module
+def test_ratios_of_another_gpu_are_not_compared(tmp_path):
+    stored = json.loads((ROOT / "benchmarks" / "results" / "gpu-resnet9.json").read_text())
+    stored["methods"]["erlangen"]["ratio"] *= 2
+    assert "LOSS" in guard(tmp_path, stored).stdout
+    assert "none stored" in guard(tmp_path, stored | {"device": "another GPU"}).stdout
 
-    for path in sorted((ROOT / "benchmarks" / "results").glob("step-*.json")):
+
+def test_every_stored_step_and_gpu_result_is_understood():
+    module = script("guard")
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(path.read_text())
-        assert module.ratios(result), path
-        assert all(row.loss == 0 for row in module.compare(result)), path
+        if result.get("benchmark") in ("step", "gpu") and {"plain", "erlangen"} <= set(result["methods"]):
+            assert module.ratios(result), path
+            assert all(row.loss == 0 for row in module.compare(result)), path
+
+
+def test_what_make_bench_measures_has_a_stored_figure():
+    """Without one nothing would be compared, and nothing could fail."""
+    module = script("guard")
+    commands = re.findall(r"benchmarks/step\.py --model (\S+) --batch (\d+)", (ROOT / "Makefile").read_text())
+    assert {model for model, _ in commands} == set(module.BARS)
+    for model, batch in commands:
+        assert module.stored_like({"benchmark": "step", "model": model, "batch": int(batch), "threads": 2}), model
