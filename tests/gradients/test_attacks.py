@@ -6,7 +6,9 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from erlangen import PrivacyEngine
 from erlangen.circulant import CirculantOuter
 from erlangen.gradients import RowMap, Tape, attach, kernels
 from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece
@@ -193,3 +195,47 @@ def test_an_empty_batch_of_images_of_few_channels_adds_nothing(views):
     assert piece.norms_squared().shape == (0,)
     assert piece.formed().dense().shape == (0, 5, 4, 3, 2)
     assert torch.equal(piece.weighted_sum(torch.zeros(0)), torch.zeros(5, 4, 3, 2))
+
+
+class Causal(nn.Module):
+    """Attention with weights of its own, which no rule knows, and a mask that is the same for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.value = nn.Parameter(2 * torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x, mask):
+        seen = (x @ self.query @ x.transpose(1, 2)).masked_fill(mask, -1e9).softmax(-1)
+        return seen @ (x @ self.value)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = Causal(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.head(self.attention(x, mask).mean(1))
+
+
+def test_a_mask_is_not_taken_for_records_where_as_many_are_drawn():
+    """Eight records of eight tokens: row i of the mask would be record i's, and one record more would move it to another."""
+    x = torch.randn(9, 8, 4, generator=torch.Generator().manual_seed(0))
+    labels = (x[:, :, 0].sum(1) > 0).long()
+
+    def total(x, labels):
+        torch.manual_seed(0)
+        model = Reads()
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        model, optimizer, loader = PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, labels), batch_size=len(x)),
+            noise_multiplier=1e-9, max_grad_norm=1.0,
+        )  # fmt: skip
+        for batch, answers in loader:
+            nn.functional.cross_entropy(model(batch), answers).backward()
+            optimizer.step()
+        return len(x) * (before - torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+    assert float((total(x, labels) - total(x[1:], labels[1:])).norm()) <= 1 + 1e-3

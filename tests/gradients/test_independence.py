@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import erlangen
 from erlangen.gradients.independence import MixesSamples, check_independence, known_problems
@@ -434,3 +435,59 @@ def test_a_memory_that_grows_is_refused():
 
     with pytest.raises(MixesSamples, match="'bank' is updated from the data"):
         check_independence(Bank(), (torch.randn(3, 4),))
+
+
+class Answers(nn.Module):
+    """Logits of each token, and their loss."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.table, self.head, self.loss = nn.Embedding(10, 8), nn.Linear(8, 10), loss
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.table(tokens))
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def over_all_labels(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def over_each_record(logits, labels):
+    each = nn.functional.cross_entropy(logits.movedim(2, 1), labels, reduction="none")
+    return (each.sum(1) / (labels != -100).sum(1)).mean()
+
+
+def texts(lengths, words=10):
+    tokens = torch.randint(0, words, (len(lengths), 6), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.where(torch.arange(6) < torch.tensor(lengths)[:, None], tokens, -100)
+
+
+@pytest.mark.parametrize("lengths", [[1, 3, 6], [4, 4, 4]], ids=["of several lengths", "of one length"])
+def test_a_loss_inside_the_module_that_divides_by_the_labels_of_the_batch_is_refused(lengths):
+    with pytest.raises(MixesSamples, match="a loss of the whole batch"):
+        check_independence(Answers(over_all_labels), texts(lengths))
+    check_independence(Answers(over_each_record), texts(lengths))
+
+
+@pytest.mark.parametrize(("loss", "least", "most"), [(over_all_labels, 2.0, 99.0), (over_each_record, 0.0, 1.0)])
+def test_what_it_would_move(loss, least, most):
+    """One long text more makes short ones count for less: the sum of the others moves by more than a bound."""
+
+    def total(lengths):
+        torch.manual_seed(0)
+        model = Answers(loss)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        records = TensorDataset(*texts(lengths, words=1))
+        model, optimizer, loader = erlangen.PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=len(records)), noise_multiplier=1e-9,
+            max_grad_norm=4.0, check=False,
+        )  # fmt: skip
+        for tokens, labels in loader:
+            model(tokens, labels)["loss"].backward()
+            optimizer.step()
+        return len(records) / 4.0 * (before - torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+    short = [1] * 40
+    assert least <= float((total([*short, 6]) - total(short)).norm()) <= most + 1e-3

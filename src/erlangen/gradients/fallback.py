@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from torch.utils import _pytree as pytree
 from erlangen.gradients.tape import Tape
 
 _ROW_BY_ROW: set[type[nn.Module]] = set()
+
+#: arguments of each module that had another length than the batch once: masks and positions are nobody's rows, however many are drawn
+_CONSTANT: WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
 class _Body(nn.Module):
@@ -61,9 +65,10 @@ class _Run:
                 f"{type(module).__name__} has parameters but was called without a tensor: no row to attribute"
             )
         self.rows = tensors[0].shape[0]
-        self.batched = [
-            i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim and t.shape[0] == self.rows
-        ]
+        lengths = {i: t.shape[0] for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim}
+        constant, call = _CONSTANT.setdefault(module, set()), str(self.spec)
+        constant.update((call, i) for i, length in lengths.items() if length != self.rows)
+        self.batched = [i for i in lengths if (call, i) not in constant]
         self.parameters = {k: p for k, p in module.named_parameters() if p.requires_grad}
         #: the leaves of what it returned; those that are no tensors (None, numbers) are returned as they are
         self.returned: list[Any] = []

@@ -173,6 +173,8 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory, b
             few, more = _unlike(inputs)
             leaves = {rows: tree_leaves(module(*(_more_rows(t, rows) for t in inputs))) for rows in (few, more)}
             columns = _by_row(leaves)
+            watch.row, watch.rows_expected = None, few
+            _check_losses(module, tuple(_more_rows(t, few) for t in inputs), leaves, watch, start)
             if not columns:
                 warnings.warn(_ORDER_UNSEEN, stacklevel=2)
                 return
@@ -206,6 +208,40 @@ def _check_cotangents(
                 "not bound their influence: a hook or an autograd function works on the whole batch (g / g.norm(), say). Let it "
                 "treat each row by itself, or take it out."
             )
+
+
+def _check_losses(
+    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: _Memory
+) -> None:
+    """Where the module returns a loss of the whole batch: the gradient of row 0 is the same, whatever the other rows hold."""
+    single = lambda t: isinstance(t, Tensor) and t.requires_grad and t.ndim == 0  # noqa: E731
+    places = [k for k, column in enumerate(zip(*returned.values())) if all(map(single, column))]
+    if not places:
+        return
+    unused = tuple(_all_unused(t) for t in inputs)
+    own: list[Tensor] | None = None
+    for batch in (inputs, *(tuple(changed(t, scale) for t in inputs) for scale in SCALES), unused):
+        _restore(module, start)
+        torch.manual_seed(0)
+        watch.seen = []
+        leaves = tree_leaves(module(*batch))
+        torch.stack([leaves[k].float() for k in places]).sum().backward()
+        own = watch.seen if own is None else own
+        if not all(map(_alike, own, watch.seen)):
+            raise MixesSamples(
+                "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean over "
+                "the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take the mean "
+                "over each record by itself; a term that is not trained on is returned detached."
+            )
+
+
+def _all_unused(t: Tensor) -> Tensor:
+    """Integers of which some are negative are no indices, but labels of which some are ignored: here all but those of row 0."""
+    if t.is_floating_point() or t.is_complex() or not t.numel() or t.dtype == torch.bool or int(t.min()) >= 0:
+        return t
+    other = t.clone()
+    other[1:] = t.min()
+    return other
 
 
 def _alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
