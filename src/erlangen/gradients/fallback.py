@@ -20,7 +20,7 @@ from erlangen.gradients.tape import Tape
 
 _ROW_BY_ROW: set[type[nn.Module]] = set()
 
-#: arguments of each module that had another length than the batch once: masks and positions are nobody's rows, however many are drawn
+#: arguments of each module that had another length than the batch once: a mask is nobody's rows, however many are drawn
 _CONSTANT: WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = WeakKeyDictionary()
 
 

@@ -229,9 +229,9 @@ def _check_losses(
         own = watch.seen if own is None else own
         if not all(map(_alike, own, watch.seen)):
             raise MixesSamples(
-                "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean over "
-                "the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take the mean "
-                "over each record by itself; a term that is not trained on is returned detached."
+                "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean "
+                "over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take the "
+                "mean over each record by itself; a term that is not trained on is returned detached."
             )
 
 
