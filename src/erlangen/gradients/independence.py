@@ -230,8 +230,8 @@ def _check_losses(
         if not all(map(_alike, own, watch.seen)):
             raise MixesSamples(
                 "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean "
-                "over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take the "
-                "mean over each record by itself; a term that is not trained on is returned detached."
+                "over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take "
+                "the mean over each record by itself; a term that is not trained on is returned detached."
             )
 
 
