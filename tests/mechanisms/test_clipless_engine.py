@@ -96,10 +96,20 @@ def test_the_backstop_never_acts_and_changes_nothing():
     assert_close(*weights)
 
 
-def test_weights_written_from_outside_are_projected_before_use():
+def through_data(model):
+    for p in model.parameters():
+        p.data.mul_(10)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda model: model.load_state_dict({n: 10 * v for n, v in model.state_dict().items()}), through_data],
+    ids=["load_state_dict", ".data, of which PyTorch counts no version"],
+)
+def test_weights_written_from_outside_are_projected_before_use(write):
     net = network()
     _, model, _, _ = private(net)
-    model.load_state_dict({n: 10 * v for n, v in model.state_dict().items()})
+    write(model)
     model(batch(2)[0])
     assert float(net[6].certified_norm()) <= 1.0001
 
