@@ -46,15 +46,16 @@ def test_the_grid_over_the_recipes_choices(tmp_path, monkeypatch, cifar):
     out = tmp_path / "t.json"
     partly = start(monkeypatch, out, "--only", "8 views")
     assert [(row["cell"], row["lr"]) for row in partly["trials"]] == [("8 views", rate) for rate in (2.0, 3.0)]
-    whole = start(monkeypatch, out)
+    whole = start(monkeypatch, out, "--only", "views")
     assert whole["trials"][:2] == partly["trials"]  # made once
-    assert len(whole["trials"]) == 2 * 6
-    names = {cell.name for cell in preset("eq-tuned-trials").cells}
+    cells = [cell for cell in preset("eq-tuned-trials").cells if "views" in cell.name]
+    assert len(whole["trials"]) == 2 * len(cells)
+    names = {cell.name for cell in cells}
     for row in whole["trials"]:
         assert row["cell"] in names
         assert {"heldout_accuracy", "heldout_loss", "epsilon", "seconds"} <= set(row)
         assert not any(name.startswith("test_") for name in row)
-    assert len({row["heldout_loss"] for row in whole["trials"]}) == 12
+    assert len({row["heldout_loss"] for row in whole["trials"]}) == 2 * len(cells)
     with pytest.raises(SystemExit, match="holdout = 20, and now it is 10"):
         start(monkeypatch, out, "--holdout", "10")
 

@@ -19,7 +19,8 @@ from tests.training.recordings import BASE, DIGITS, Counts, Kept, alike, droppin
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"views": 3, "augment": "shift"}, {"clipping": "auto-s"}, {"clipping": "per-layer"}, {"model": "mlp"}, {"model": "lenet"},
+    {}, {"views": 3, "augment": "shift"}, {"views": 2, "augment": "flip-crop-mix"},
+    {"clipping": "auto-s"}, {"clipping": "per-layer"}, {"model": "mlp"}, {"model": "lenet"},
     {"model": "c8-tiny", "batch": 16}, {"strategy": "norms-first"}, {"strategy": "materialise"}, {"mechanism": "spectral"},
     {"optimizer": "adam-bc", "lr": 1e-3}, {"denoise": "james-stein"}, {"precision": "bf16"}, {"batch": 1.5},
 ], ids=str)  # fmt: skip

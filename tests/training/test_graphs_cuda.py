@@ -24,7 +24,8 @@ def lenet_pair(**changes: Any) -> tuple[Session, Session]:
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"max_physical_batch": 64}, {"views": 2, "augment": "shift"}, {"precision": "bf16"}, {"model": "cnn"}, {"model": "c8-tiny"},
+    {}, {"max_physical_batch": 64}, {"views": 2, "augment": "shift"}, {"views": 3, "augment": "flip-crop-mix"},
+    {"precision": "bf16"}, {"model": "cnn"}, {"model": "c8-tiny"},
 ], ids=str)  # fmt: skip
 def test_a_cuda_graph_gives_the_weights_of_ordinary_parts(changes):
     plain, recorded = (run(made, 20) for made in lenet_pair(noise_multiplier=0.0, lr=0.05, **changes))

@@ -249,10 +249,35 @@ def test_views_keep_the_record_and_come_from_the_generator():
     )
     assert not torch.equal(out[1], out[2])
     assert torch.equal(views(x, 2, "none", draw(3, 2, "none", torch.Generator())), x.repeat_interleave(2, 0))
-    flipped = views(x[:1], 1, "flip-crop", torch.tensor([[4, 4, 1]]))
+    flipped = views(x[:1], 1, "flip-crop", torch.tensor([[4, 4, 1, 256]]))
     assert torch.equal(flipped, x[:1].flip(3))
-    shifted = views(x[:1], 1, "flip-crop", torch.tensor([[5, 4, 0]]))
+    shifted = views(x[:1], 1, "flip-crop", torch.tensor([[5, 4, 0, 256]]))
     assert torch.equal(shifted[:, :, :-1], x[:1, :, 1:])
+
+
+def test_views_are_mixed_with_views_of_the_same_record():
+    x = torch.rand(3, 2, 8, 8)
+    x[1] = float("nan")
+    moves = draw(3, 4, "flip-crop-mix", torch.Generator().manual_seed(0))
+    out = views(x, 4, "flip-crop-mix", moves)
+    assert torch.equal(out[::4][[0, 2]], x[[0, 2]])
+    assert out.isnan().flatten(1).any(1).tolist() == [False] * 4 + [True] * 4 + [False] * 4
+    for k in range(3):
+        alone = views(x[k : k + 1], 4, "flip-crop-mix", moves[4 * k : 4 * k + 4])
+        assert torch.equal(alone.nan_to_num(9.0), out[4 * k : 4 * k + 4].nan_to_num(9.0))
+    halves = torch.tensor([[4, 4, 0, 256], [2, 7, 1, 127], [6, 1, 0, 128], [3, 3, 1, 256]])
+    plain, mixed = views(x[:1], 4, "flip-crop", halves), views(x[:1], 4, "flip-crop-mix", halves)
+    torch.testing.assert_close(mixed[1:3], 0.5 * (plain[1:3] + plain[2:4]), atol=0.02, rtol=0)
+    assert torch.equal(mixed[[0, 3]], plain[[0, 3]])
+
+
+def test_shares_of_mixed_views_are_even_and_mostly_one_sided():
+    x = torch.zeros(1, 1, 8, 8)
+    x[..., :4] = 1.0
+    moves = torch.tensor([[4, 4, 0, k, 4, 4, 1, 256] for k in range(256)]).view(-1, 4)  # the record mixed with its mirror image
+    share = views(x.expand(256, -1, -1, -1), 2, "flip-crop-mix", moves)[::2, 0, 0, 0]
+    assert float(share.mean()) == pytest.approx(0.5, abs=1e-6)
+    assert float(share.var()) > 0.18, "mostly one of the two; 1/12 would be uniform"
 
 
 def test_checkpoints_hold_no_seed_and_refuse_strangers(tmp_path):

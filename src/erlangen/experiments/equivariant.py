@@ -221,10 +221,12 @@ _add(
 )  # fmt: skip
 
 
-def _trial(views: int = 4, steps: int = 180, sigma: float = 5.0, **model: Any) -> TrainConfig:
+def _trial(
+    steps: int = 180, sigma: float = 5.0, views: int = 4, model: dict[str, Any] | None = None, **changes: Any
+) -> TrainConfig:  # fmt: skip
     return cifar(
-        8, "eq-resnet9-tuned", model_options={**GROUPS, **model}, noise_multiplier=sigma, steps=steps, views=views,
-        max_physical_batch=4224 // views,
+        8, "eq-resnet9-tuned", model_options={**GROUPS, **(model or {})}, noise_multiplier=sigma, steps=steps, views=views,
+        max_physical_batch=4224 // views, **changes,
     )  # fmt: skip
 
 
@@ -235,8 +237,12 @@ _add(
         Cell("8 views", _trial(views=8)),
         Cell("16 views", _trial(views=16)),
         Cell("270 steps at σ = 6", _trial(steps=270, sigma=6.0)),
-        Cell("each field its own norm", _trial(norm_groups=None)),
-        Cell("pixels from −1 to 1", _trial(input_scale=1.0)),
+        Cell("each field its own norm", _trial(model={"norm_groups": None})),
+        Cell("pixels from −1 to 1", _trial(model={"input_scale": 1.0})),
+        Cell("falling rate", _trial(270, 6.0, schedule="cosine")),
+        Cell("mixed views", _trial(270, 6.0, augment="flip-crop-mix")),
+        Cell("8 mixed views", _trial(270, 6.0, views=8, augment="flip-crop-mix")),
+        Cell("400 steps at σ = 7.2", _trial(400, 7.2)),
     ],
     "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3, beside=True,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from erlangen.data.augment import KINDS
 from erlangen.spelling import hint
 
 #: how far the noise of a whole run may carry each weight, and the largest rate in units of the clipping bound: measured
@@ -87,7 +88,7 @@ class TrainConfig:
             ("momentum", 0 <= self.momentum < 1, "give 0 ≤ momentum < 1"),
             ("ema", 0 <= self.ema < 1, "give 0 ≤ ema < 1; 0 turns it off"),
             ("views", self.views >= 1, "give at least one view of each record"),
-            ("augment", self.augment in ("none", "shift", "flip-crop"), "choose none, shift or flip-crop"),
+            ("augment", self.augment in KINDS, f"choose {', '.join(KINDS)}"),
             ("sampling", self.sampling in ("poisson", "importance"), "choose poisson or importance"),
             ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
             ("warm_up", self.warm_up >= 0, "give the number of first steps over which the rate grows linearly"),

@@ -229,7 +229,7 @@ class Records:
         self.session = session
         self._picked = torch.zeros(2, rows, dtype=torch.long, device=session.device)
         self.x, self.y = (t.new_zeros(rows, *t.shape[1:]) for t in (session.inputs, session.y))
-        self.moves = torch.zeros(rows * config.views, 3, dtype=torch.long, device=session.device)
+        self.moves = torch.zeros(rows * config.views, 4, dtype=torch.long, device=session.device)
 
     @property
     def owner(self) -> Tensor:
