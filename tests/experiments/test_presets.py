@@ -8,8 +8,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import erlangen.data.base
+from erlangen.accounting.ledger import read_ledger
 from erlangen.data.base import Dataset
 from erlangen.experiments import Cell, Preset, preset, presets
 from erlangen.experiments.rep import MECHANISMS, TABLE_1
@@ -18,6 +20,8 @@ from erlangen.mechanisms import mechanisms
 from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
 from erlangen.training.metrics import near_zero
+from erlangen.training.run import Interrupted, train
+from tests.training.test_devices import stop_after
 
 SHAPES = {
     "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100), "tiny_imagenet_200": ((3, 64, 64), 200),
@@ -151,6 +155,28 @@ def test_a_preset_runs_and_goes_on_where_it_stopped(tmp_path, toy, together):
     assert run_preset(small(together), tmp_path)["rows"][1] == result["rows"][1]
     after = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/summary.json")}
     assert [p.parent.name for p in before if before[p] != after[p]] == ["iso-seed1"]
+
+
+def test_a_run_that_was_stopped_is_resumed_and_one_that_crashed_is_made_anew(tmp_path, toy):
+    iso = small(together=False).cells[0]
+    cell = dataclasses.replace(iso, config=dataclasses.replace(iso.config, steps=5, evaluations=1))
+    alone = dataclasses.replace(small(together=False), cells=(cell,), seeds=1)
+    folders = {name: tmp_path / name / "iso-seed0" for name in ("whole", "stopped", "crashed")}
+    run_preset(alone, tmp_path / "whole")
+    config = TrainConfig.from_file(folders["whole"] / "config.json")
+    for name in ("stopped", "crashed"):
+        with pytest.raises(Interrupted):
+            train(config, folders[name], watch=stop_after(2))
+    for ledger in folders["crashed"].glob("ledger.jsonl*"):  # what a settled reservation gives back was not written
+        ledger.write_text("".join(line for line in ledger.read_text().splitlines(keepends=True) if "unused" not in line))
+    for name in ("stopped", "crashed"):
+        run_preset(alone, tmp_path / name)
+    steps = {name: [json.loads(line)["step"] for line in (f / "metrics.jsonl").open()] for name, f in folders.items()}
+    assert steps == {"whole": [5], "stopped": [2, 5], "crashed": [5]}
+    weights = {name: load_file(str(f / "weights.safetensors")) for name, f in folders.items()}
+    for name in ("stopped", "crashed"):
+        assert all(torch.equal(w, weights["whole"][n]) for n, w in weights[name].items())
+        assert read_ledger(folders[name] / "ledger.jsonl").steps == 5
 
 
 def test_runs_side_by_side_are_the_same_runs(tmp_path):

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from erlangen.accounting.ledger import LedgerError, read_ledger
 from erlangen.data import Dataset
 from erlangen.experiments.measurements import Measurement, run_measurement
 from erlangen.experiments.pool import Pool
 from erlangen.experiments.presets import Cell, Preset, presets
 from erlangen.experiments.together import Job, train_together
+from erlangen.training import checkpoint
+from erlangen.training.config import TrainConfig
+from erlangen.training.folder import stream_id
 from erlangen.training.metrics import near_zero
-from erlangen.training.run import train
+from erlangen.training.run import resume, train
 from erlangen.training.session import load_data
 
 Watch = Callable[[str, int, dict[str, Any]], None]
@@ -38,7 +42,7 @@ class Work:
 def run_preset(
     preset: Preset | Measurement, out: Path, first_seed: int = 0, watch: Watch | None = None, workers: int = 1
 ) -> dict[str, Any]:
-    """Finished runs in ``out`` are kept, so that an interrupted table goes on where it stopped.
+    """Finished runs in ``out`` are kept and a run that was stopped is resumed, so that a table goes on where it was.
 
     So many ``workers`` train runs side by side, on a GPU all on the same one. What a run releases does not depend on it.
     """
@@ -106,7 +110,20 @@ def _train(work: Work) -> dict[str, Any]:
     if wanted not in _SHELF:
         _SHELF.clear()
         _SHELF[wanted] = _shortened(load_data(config), work.preset)
-    return train(config, folder, overwrite=folder.exists(), dataset=_SHELF[wanted]).summary
+    data = _SHELF[wanted]
+    if _stopped(folder, dataclasses.replace(config, data=data.name), data):
+        return resume(folder, dataset=data, device=config.device, max_physical_batch=config.max_physical_batch).summary
+    return train(config, folder, overwrite=folder.exists(), dataset=data).summary
+
+
+def _stopped(folder: Path, config: TrainConfig, data: Dataset) -> bool:
+    """Whether this run was stopped here between two steps: going on gives what a whole run gives. After a crash it is made
+    anew, because what its ledger had reserved is spent."""
+    try:
+        book, state = read_ledger(folder / "ledger.jsonl"), checkpoint.load(folder / "checkpoint.safetensors")
+    except (OSError, LedgerError, checkpoint.CheckpointError):
+        return False
+    return book.settled and book.steps == state.get("step") and book.header.get("streams") == stream_id(config, data)
 
 
 def _shortened(data: Dataset, preset: Preset) -> Dataset:
