@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from erlangen.models import make_model
+from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,32 @@ def test_private_over_plain(name: str, start: str) -> None:
     command += f"--physical {asked['physical']} --repeats {asked['repeats']} --warmup {asked['warmup']} --profile --json"
     assert f"python benchmarks/gpu.py {command}" in page("results/speed.md")
     assert len(content(name)["methods"]["erlangen"]["ms"]) == asked["repeats"]
+
+
+@pytest.mark.parametrize(("name", "bar"), [("gpu-eq-resnet9-d4", 1.3), ("gpu-resnet9", 1.5), ("gpu-wrn-16-4", 1.5)])
+def test_bars_of_private_over_plain(name: str, bar: float) -> None:
+    assert milliseconds(name, "erlangen") <= bar * milliseconds(name, "plain")
+    assert content(name)["arguments"]["compile"] is False, "on neither side"
+
+
+STEPS = ("resnet9", "opacus-cnn", "lenet", "eq-resnet9")
+METHODS = {
+    "plain": "plain SGD", "erlangen": "Erlangen", "functional": "`torch.func` over the whole network",
+    "opacus-hooks": "Opacus, hooks", "opacus-functorch": "Opacus, functorch", "opacus-ew": "Opacus, expanded weights",
+    "opacus-ghost": "Opacus, ghost",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_price_of_privacy_on_a_cpu(method: str) -> None:
+    rows = [content(f"step-{model}")["methods"].get(method) for model in STEPS]
+    cells = ["–" if row is None else f"{row['ratio']:.2f}× · {row['peak_mb']} MB" for row in rows]
+    assert f"| {METHODS[method]} | {' | '.join(cells)} |" in (ROOT / "README.md").read_text().replace("**", "")
+
+
+@pytest.mark.parametrize("model", STEPS)
+def test_bars_on_a_cpu(model: str) -> None:
+    assert content(f"step-{model}")["methods"]["erlangen"]["ratio"] <= script("guard").BARS[model]
 
 
 @pytest.mark.parametrize(("batch", "method", "start"), [
