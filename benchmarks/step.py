@@ -96,7 +96,7 @@ def _erlangen(module, optimizer, batch, strategy):
     import erlangen
 
     loader = DataLoader(TensorDataset(torch.zeros(10 * batch, 1)), batch_size=batch)
-    engine = erlangen.PrivacyEngine(seed=0)
+    engine = erlangen.PrivacyEngine()
     engine.make_private(
         module=module,
         optimizer=optimizer,
