@@ -64,7 +64,7 @@ def test_a_certificate_says_what_was_done_and_verifies(certified, document):
     assert document["steps"] == 1000
     assert {"python", "dp-accounting", "numpy"} <= set(document["software"])
     page = (certified.parent / "certificate.md").read_text()
-    for words in ("1.828", "training loss", "add-or-remove-one", "Poisson", "60000 records", "attacker"):
+    for words in ("1.829", "training loss", "add-or-remove-one", "Poisson", "60000 records", "attacker"):
         assert words in page
     assert page.count("\n") < 70
 

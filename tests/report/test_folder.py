@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from erlangen.accounting.words import upper
 from erlangen.report import ReportError, build, collect, read, render
 from erlangen.report.privacy import statement
 
@@ -29,8 +30,8 @@ def test_a_sound_run(trained):
     assert run.epsilon == run.certificate["guarantee"]["best_epsilon"]
     said = statement(run)
     assert said.tone == "careful"  # seeded noise
-    assert f"ε = {run.epsilon:.3g}" in said.headline
-    assert f"{100 * run.certificate['guarantee']['attacker'][0]['tpr']:.1f} %" in " ".join(said.sentences)
+    assert f"ε = {upper(run.epsilon, 3)}" in said.headline
+    assert f"{math.ceil(1000 * run.certificate['guarantee']['attacker'][0]['tpr']) / 10:.1f} %" in " ".join(said.sentences)
     assert ("certificate", "recomputed from its releases: every number agrees") in said.facts
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from .words import upper
 
 
 def markdown(certificate: Mapping[str, Any]) -> str:
@@ -31,7 +34,7 @@ def headline(certificate: Mapping[str, Any]) -> str:
     if not g["private"]:
         return "No privacy guarantee: ε = ∞."
     use = "" if certificate["randomness"] == "secure" else f" ({_line(certificate['randomness'])})"
-    return f"(ε, δ) = ({number(g['best_epsilon'])}, {number(certificate['delta'])}) differential privacy{use}."
+    return f"(ε, δ) = ({promised(g['best_epsilon'])}, {promised(certificate['delta'])}) differential privacy{use}."
 
 
 def number(value: Any) -> str:
@@ -43,12 +46,17 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else _line(value)
 
 
+def promised(value: Any) -> str:
+    """As `number`, and never less than it is."""
+    return upper(value, 4) if isinstance(value, (int, float)) else number(value)
+
+
 def _rows(c: Mapping[str, Any]) -> list[tuple[str, Any]]:
     g = c["guarantee"]
     return [
-        ("ε by PLD / by RDP", f"{number(g['epsilon']['pld'])} / {number(g['epsilon']['rdp'])}"),
-        ("δ", number(c["delta"])),
-        ("Gaussian equivalent μ", number(g["gdp_mu"])),
+        ("ε by PLD / by RDP", f"{promised(g['epsilon']['pld'])} / {promised(g['epsilon']['rdp'])}"),
+        ("δ", promised(c["delta"])),
+        ("Gaussian equivalent μ", promised(g["gdp_mu"])),
         ("neighbouring data sets", c["neighbouring"]),
         ("unit of privacy", c["unit"]),
         ("sampler", _facts(c.get("sampler"))),
@@ -77,7 +85,7 @@ def _meaning(c: Mapping[str, Any]) -> list[str]:
         "released result with the best possible method, is right about a member at most"
     ]
     for row in c["guarantee"]["attacker"]:
-        tpr, fpr = 100 * row["tpr"], 100 * row["fpr"]
+        tpr, fpr = math.ceil(1000 * row["tpr"]) / 10, 100 * row["fpr"]
         out.append(f"- {tpr:.1f} % of the time if it may be wrong about {fpr:g} % of the others")
     return [out[0], "", *out[1:]]
 

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from erlangen import accounting as acc
+from erlangen.accounting.words import upper
 from erlangen.cli.manners import Misuse
 
 JSON = typer.Option(False, "--json", help="Print one JSON object on stdout.")
@@ -291,7 +292,7 @@ def _print(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]
 
 
 def _eps(value: Any) -> str:
-    return {"inf": "∞", None: "not available"}.get(value) or f"{value:.7g}"
+    return {"inf": "∞", None: "not available"}.get(value) or upper(value, 7)
 
 
 def _show_price(result: dict[str, Any]) -> None:
@@ -319,7 +320,7 @@ def _show_calibration(result: dict[str, Any]) -> None:
             print(f"why: {result['why']}")
             return
     else:
-        print(f"noise multiplier {result['noise_multiplier']:.6g} reaches ε = {result['target_epsilon']:g}")
+        print(f"noise multiplier {upper(result['noise_multiplier'], 6)} reaches ε = {result['target_epsilon']:g}")
     _show_price(result)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import typer
 
+from erlangen.accounting.words import upper
+
 
 def register(app: typer.Typer) -> None:
     app.command("validate")(validate)
@@ -35,7 +37,7 @@ def validate(
         f"Accuracy   {result['accuracy']:.1%} on {result['records']} private records (± {result['accuracy_std']:.1%} noise)"
     )
     typer.echo(
-        f"Privacy    ε = {_words(result['epsilon'])} at δ = {result['delta']:.1e} per record, "
+        f"Privacy    ε = {_words(result['epsilon'])} at δ = {upper(result['delta'], 2, 'e')} per record, "
         f"{result['releases']} release(s) of this run so far"
     )
     if result["epsilon_if_trained_on"] != result["epsilon"]:
@@ -48,4 +50,4 @@ def validate(
 
 
 def _words(epsilon: float | str) -> str:
-    return "∞" if isinstance(epsilon, str) else f"{epsilon:.3g}"
+    return "∞" if isinstance(epsilon, str) else upper(epsilon, 3)

@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from erlangen.accounting.words import upper
+
 Row: TypeAlias = list[str]
 
 
@@ -141,10 +143,10 @@ def plain(value: float) -> str:
 
 
 def small(value: float) -> str:
-    """A small number such as δ: 10⁻⁵, 7.0·10⁻⁶."""
+    """A small number such as δ, rounded up: 10⁻⁵, 7.0·10⁻⁶."""
     if not 0 < value < 0.01:
         return plain(value)
-    mantissa, exponent = f"{value:.1e}".split("e")
+    mantissa, exponent = upper(value, 2, "e").split("e")
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return power if mantissa == "1.0" else f"{mantissa}·{power}"
 

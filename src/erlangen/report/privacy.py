@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from erlangen.report.chart import plain, small
+from erlangen.accounting.words import upper
+from erlangen.report.chart import small
 from erlangen.report.folder import Run
 
 
@@ -41,7 +42,7 @@ def _headline(run: Run) -> str:
         return "The certificate of this run does not hold."
     if not math.isfinite(run.epsilon):
         return "This model has no privacy guarantee."
-    return f"Each {_unit(run)} is protected: ε = {run.epsilon:.3g} at δ = {small(run.delta)}."
+    return f"Each {_unit(run)} is protected: ε = {upper(run.epsilon, 3)} at δ = {small(run.delta)}."
 
 
 def _meaning(run: Run) -> tuple[str, ...]:
@@ -49,13 +50,14 @@ def _meaning(run: Run) -> tuple[str, ...]:
     whole = "" if unit == "record" else f" All records of one {unit} are protected together."
     out = [
         f"Whatever came out of training could also have come out without any one {unit}: nothing is more than "
-        f"{math.exp(min(run.epsilon, 50)):.3g} times (eᵋ) as likely with its data as without, except with probability "
+        f"{upper(math.exp(min(run.epsilon, 50)), 3)} times (eᵋ) as likely with its data as without, except with probability "
         f"δ = {small(delta)}.{whole}"
     ]
     rows = (run.certificate or {}).get("guarantee", {}).get("attacker", [])
     if rows:
         limits = "; ".join(
-            f"{'if they may accuse' if k == 0 else 'if'} {100 * r['fpr']:g} % of the others wrongly, at most {100 * r['tpr']:.1f} %"
+            f"{'if they may accuse' if k == 0 else 'if'} {100 * r['fpr']:g} % of the others wrongly, at most "
+            f"{math.ceil(1000 * r['tpr']) / 10:.1f} %"
             for k, r in enumerate(rows)
         )
         out.append(
@@ -117,5 +119,5 @@ def _facts(run: Run) -> tuple[tuple[str, str], ...]:
 
 def _number(value: object) -> str:
     if isinstance(value, (int, float)):
-        return plain(float(value))
+        return upper(float(value), 4)
     return "∞" if value == "inf" else "–"

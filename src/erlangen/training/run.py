@@ -27,6 +27,7 @@ from safetensors.torch import save as to_bytes
 
 from erlangen.accounting import Budget, certificate, epsilon
 from erlangen.accounting.ledger import Ledger, LedgerError, Release, copy_path, read_ledger
+from erlangen.accounting.words import upper
 from erlangen.data import DataOptions, Dataset
 from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
@@ -335,7 +336,7 @@ def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where
         ledger.settle()
     assert config.delta is not None
     spent = epsilon(read_ledger(ledger.path).pairs(), config.delta)
-    amount = f"ε = {spent:.4g}" if math.isfinite(spent) else "ε = ∞"
+    amount = f"ε = {upper(spent, 4)}" if math.isfinite(spent) else "ε = ∞"
     return f"{text}: {amount} at δ = {config.delta:.1e} is spent; go on with: erlangen train --resume {quote(str(folder))}"
 
 

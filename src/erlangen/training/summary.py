@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import erlangen
+from erlangen.accounting.words import upper
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
@@ -63,11 +64,11 @@ def in_plain_words(summary: dict[str, Any]) -> str:
             why = guarantee["sampler"].get("guarantee", why)
         reason = "no noise was added (σ = 0)" if why == "sound" else why
         return f"No privacy guarantee: ε = ∞, because {reason}."
-    odds = math.exp(epsilon)
+    odds, rarely = upper(math.exp(epsilon), 3), upper(delta, 2, "e")
     return (
-        f"ε = {epsilon:.3g} at δ = {delta:.1e} for each {whose}. Whoever sees the trained model, and knows everything "
+        f"ε = {upper(epsilon, 3)} at δ = {rarely} for each {whose}. Whoever sees the trained model, and knows everything "
         f"about everyone else, can raise the odds that a given {whose.split(' ')[0]} was in the training data by at most a "
-        f"factor {odds:.3g}, except with probability {delta:.1e}."
+        f"factor {odds}, except with probability {rarely}."
     )
 
 
