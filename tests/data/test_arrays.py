@@ -216,3 +216,27 @@ def test_labels_in_words_and_complex_pixels_are_refused_with_a_cure_that_works()
     assert [data.class_names[k] for k in data.y_train] == list(words)
     with pytest.raises(DataError, match="real and imaginary parts"):
         from_arrays("own", arrays(x=np.zeros((6, 4, 4), dtype=np.complex64)))
+
+
+class OfPatients(TorchDataset):
+    def __init__(self, patients):
+        self.patients = patients
+
+    def __len__(self):
+        return len(self.patients)
+
+    def __getitem__(self, index):
+        return {"image": torch.rand(1, 4, 4), "label": index % 2, "patient": self.patients[index]}
+
+
+def test_nobody_is_in_training_and_in_the_public_test_set():
+    """As for folders: a patient whose images are public is not protected, whatever ε is."""
+    train = OfPatients(["a", "a", "b", "b"])
+    assert from_torch(train, OfPatients(["c", "d"]), unit="patient").unit.tolist() == ["a", "a", "b", "b"]
+    with pytest.raises(DataError, match=r"1 unit\(s\) have images in x_train and in x_test \(b\)"):
+        from_torch(train, OfPatients(["b", "c"]), unit="patient")
+    arrays = {"x_train": np.zeros((4, 1, 4, 4), np.uint8), "y_train": np.arange(4) % 2, "patient": np.array([1, 1, 2, 2])}
+    arrays |= {"x_test": np.ones((2, 1, 4, 4), np.uint8), "y_test": np.arange(2)}
+    assert len(from_arrays("mine", {**arrays, "patient_test": np.array([3, 4])}, "patient")) == 4
+    with pytest.raises(DataError, match="1 patient"):
+        from_arrays("mine", {**arrays, "patient_test": np.array([2, 3])}, "patient")

@@ -40,6 +40,7 @@ def from_arrays(
 ) -> Dataset:
     """A data set of x_train, y_train and, if there, x_test, y_test, class_names and the array that ``unit`` names.
 
+    An array ``<unit>_test`` says whose the test images are: nobody may be in both parts.
     Integer pixels are scaled by the range of their type; floats are used as they are, unless ``options.normalise`` says
     otherwise. The fingerprint is that of the arrays as they were given, whatever the options do to them.
     """
@@ -58,6 +59,7 @@ def from_arrays(
     if x_test is not None:
         x_test, y_test, _, _ = _part(name, "test", arrays, None, len(names), options, prep, notes)
         _remark_on_shared(name, arrays["x_train"], arrays["x_test"], notes)
+        _refuse_shared_owners(name, arrays, unit)
         public = max(public, int(y_test.max(initial=0)) + 1)
         classes = max(classes, public)
     if classes > public:
@@ -225,6 +227,18 @@ def _class_names(name: str, arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
     if names.ndim != 1 or names.dtype.kind != "U":
         raise DataError(f"{name}: class_names holds {names.dtype} {names.shape}; save one string for each class")
     return tuple(str(n) for n in names)
+
+
+def _refuse_shared_owners(name: str, arrays: dict[str, np.ndarray], unit: str | None) -> None:
+    """The test set is public: whoever has images there has no privacy to protect in training."""
+    if unit is None or f"{unit}_test" not in arrays:
+        return
+    shared = np.intersect1d(arrays[unit], arrays[f"{unit}_test"])
+    if len(shared):
+        raise DataError(
+            f"{name}: {len(shared)} {unit}(s) have images in x_train and in x_test ({', '.join(map(str, shared[:3]))}): the test set "
+            f"is public and its accuracy is printed, so their images there are not protected. Keep each {unit} in one part"
+        )
 
 
 def _unit(name: str, arrays: dict[str, np.ndarray], unit: str | None) -> np.ndarray | None:

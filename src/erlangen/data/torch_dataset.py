@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ def from_torch(
 
     An image is a tensor, an array, or a Pillow image. Tensors and float arrays are [C, H, W] (or [H, W]) and are used as
     they are; bytes are scaled. ``unit`` is a sequence with one id per record, an attribute of ``train``, or a key of its
-    samples. A data set with random transforms is read once: use ``augment=`` of the training for augmentation. It must
-    not compute anything over other records (a mean, say): nobody would account for that.
+    samples; a ``test`` that has that attribute or key, too, must hold nobody of ``train``. A data set with random transforms is
+    read once: use ``augment=`` of the training for augmentation. It must not compute anything over other records (a mean, say):
+    nobody would account for that.
     """
     labels = unit_labels(train, unit)
     refuse_repeats(train, labels)
@@ -41,6 +43,9 @@ def from_torch(
         arrays["class_names"] = np.array(list(names), dtype=np.str_)
     if labels is not None:
         arrays["unit"] = np.asarray(labels)
+    if test is not None and isinstance(unit, str):
+        with suppress(ValueError):  # public images need no owner
+            arrays["unit_test"] = np.asarray(unit_labels(test, unit))
     return from_arrays(name, arrays, None if labels is None else "unit", DataOptions.of(options))
 
 
