@@ -236,8 +236,8 @@ def _refuse_shared_owners(name: str, arrays: dict[str, np.ndarray], unit: str | 
     shared = np.intersect1d(arrays[unit], arrays[f"{unit}_test"])
     if len(shared):
         raise DataError(
-            f"{name}: {len(shared)} {unit}(s) have images in x_train and in x_test ({', '.join(map(str, shared[:3]))}): the test set "
-            f"is public and its accuracy is printed, so their images there are not protected. Keep each {unit} in one part"
+            f"{name}: {len(shared)} {unit}(s) have images in x_train and in x_test ({', '.join(map(str, shared[:3]))}): the test "
+            f"set is public and its accuracy is printed, so their images there are not protected. Keep each {unit} in one part"
         )
 
 
