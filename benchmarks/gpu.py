@@ -45,7 +45,7 @@ def made_private(module, optimizer, physical: int, strategy: str):
 
     parameters = dict(module.named_parameters())
     tape = Tape(parameters, "mean", strategy)
-    mechanism = GaussianMechanism(1.0, 2.0, noise=StreamNoise())
+    mechanism = GaussianMechanism(1.0, 2.0, noise=StreamNoise(seed=0))
     mechanism.bind(parameters, physical)
     training = PrivateTraining(
         module, optimizer, tape, mechanism, PoissonSampler(10 * physical, physical), Accountant(), None

@@ -96,22 +96,38 @@ def test_the_backstop_never_acts_and_changes_nothing():
     assert_close(*weights)
 
 
-def through_data(model):
-    for p in model.parameters():
-        p.data.mul_(10)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [lambda model: model.load_state_dict({n: 10 * v for n, v in model.state_dict().items()}), through_data],
-    ids=["load_state_dict", ".data, of which PyTorch counts no version"],
-)
-def test_weights_written_from_outside_are_projected_before_use(write):
+def test_weights_written_from_outside_are_projected_before_use():
     net = network()
     _, model, _, _ = private(net)
-    write(model)
+    model.load_state_dict({n: 10 * v for n, v in model.state_dict().items()})
     model(batch(2)[0])
     assert float(net[6].certified_norm()) <= 1.0001
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"backstop": True}], ids=["autograd", "pieces", "backstop"])
+@pytest.mark.parametrize("when", ["before", "after", "between", "never"])
+def test_weights_written_through_data_release_noise_alone(when, options):
+    """PyTorch counts no version for them. ``between``: they are put back before the backward pass."""
+    net = network()
+    engine, model, optimizer, loader = private(net, sigma=0.0, mechanism_options=options)
+    released = []
+    optimizer.register_step_post_hook(lambda o, *_: released.append(max(float(p.grad.abs().max()) for p in model.parameters())))
+
+    def scale(by):
+        for p in model.parameters():
+            p.data.mul_(by)
+
+    for k, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        if k == 1 and when in ("before", "between"):
+            scale(8.0)
+        loss = LOSS(model(x), y)
+        if k == 1 and when in ("after", "between"):
+            scale(8.0 if when == "after" else 0.125)
+        loss.backward()
+        optimizer.step()
+    assert [r > 0 for r in released] == [True, when == "never", True, True, True]
+    assert all(float(m.certified_norm()) <= m.lipschitz * 1.0001 for m in net.modules() if hasattr(m, "certified_norm"))
 
 
 def test_calibration_and_a_resumed_run():

@@ -32,7 +32,7 @@ class Projector:
         self.network, self.every = network, every
         self._calls = 0
         self._seen: list[tuple[int, int]] = []
-        self._left: list[Tensor] = []
+        self._left = torch.empty(0)
         self._places = places(network)
         found = list(layers(network))
         #: layers that only scale their weight: certified together
@@ -57,12 +57,12 @@ class Projector:
         self._keep()
 
     def _keep(self) -> None:
-        """How the weights were left."""
-        self._seen, now = self._versions(), self._weights()
-        if [(w.shape, w.device, w.dtype) for w in now] != [(w.shape, w.device, w.dtype) for w in self._left]:
-            self._left = [torch.empty_like(w) for w in now]
-        if now:
-            torch._foreach_copy_(self._left, now)
+        """How the weights were left, in memory that stays where it is."""
+        self._seen, now = self._versions(), self._flat()
+        if (now.shape, now.dtype, now.device) == (self._left.shape, self._left.dtype, self._left.device):
+            self._left.copy_(now)
+        else:
+            self._left = now
 
     def _prepare(self) -> None:
         """What the captured calls read and write, in memory that stays where it is."""
@@ -117,18 +117,15 @@ class Projector:
 
     def ensure(self) -> None:
         """Project again if any parameter was written to since (a loaded checkpoint, an optimizer of the user's own)."""
-        if self._versions() != self._seen or self._moved():
+        if self._versions() != self._seen:
             self._calls = 0
             self()
 
     @torch.no_grad()
-    def _moved(self) -> bool:
-        """Whether weights were written to behind PyTorch's back: ``.data`` counts no versions."""
-        pairs = [(now, left) for now, left in zip(self._weights(), self._left, strict=True) if now.numel()]
-        if not pairs or (pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            return False
-        lengths = torch._foreach_norm(torch._foreach_sub(*map(list, zip(*pairs, strict=True))), torch.inf)
-        return not bool((torch.stack([length.to(lengths[0]) for length in lengths]) == 0).all())
+    def intact(self) -> Tensor:
+        """Whether the weights are as they were left, said where they are: nobody waits for it. Writing to ``.data`` counts no
+        version, so that `ensure` cannot see it."""
+        return (self._flat() == self._left).all()
 
     def _key(self) -> tuple[float, ...]:
         """Where the weights lie and what they are held to: if that changes, nothing recorded is used again."""
@@ -139,7 +136,11 @@ class Projector:
         return tuple(found)
 
     def _weights(self) -> list[Tensor]:
-        return [slots[key].detach() for slots, key, _ in self._places]
+        return [slots[key] for slots, key, _ in self._places]
+
+    def _flat(self) -> Tensor:
+        weights = self._weights()
+        return torch.cat([w.reshape(-1).to(weights[0].device) for w in weights]) if weights else torch.empty(0)
 
     def _versions(self) -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version) for p in self._weights()]

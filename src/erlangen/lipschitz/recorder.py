@@ -5,7 +5,8 @@ pass lands on them and nothing else does. The *gate* behind the logits sees each
  * undoes the mean over rows,
  * sets rows that are not finite to zero and cuts the others to the loss's declared constant L: with the declared loss
    that changes nothing, with any other loss of per-sample terms the sensitivity still holds,
- * multiplies by the row's share of its owner (1/views, 1/rows of a patient, 0 for padding).
+ * multiplies by the row's share of its owner (1/views, 1/rows of a patient, 0 for padding), and by 0 where the weights are not
+   as their projection left them (somebody wrote to ``.data``): then the bounds do not hold, and the release is noise alone.
 Backpropagation is linear in the cotangent, so what arrives at the parameters is Σ over owners of the mean over their
 rows: at most Δ_d from each owner. The gate is the only way in: what comes back to a layer by another one (a loss on features
 that a hook has caught) has no bound, and is an error.
@@ -71,13 +72,14 @@ class Recorder(Tape):
     _inside = False
 
     def __init__(
-        self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], mode: str = "autograd"
-    ) -> None:
+        self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], intact: Callable[[], Tensor],
+        mode: str = "autograd",
+    ) -> None:  # fmt: skip
         strategy = "norms-first" if mode == "pieces" else plain.strategy
         super().__init__(plain.parameters, "sum", strategy, plain.batch_first)
         self._ignored, self.metric, self.private_sizes = plain._ignored, plain.metric, plain.private_sizes
         self.reduction, self.loss_constant = plain.loss_reduction, loss_constant
-        self.before_forward, self.mode = before_forward, mode
+        self.before_forward, self.intact, self.mode = before_forward, intact, mode
 
     def clear(self) -> None:
         super().clear()
@@ -105,6 +107,7 @@ class Recorder(Tape):
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         """The module's own forward pass, recorded."""
         self.before_forward()
+        sound = self.intact()
         rows = RowMap.regular(x.shape[0]) if self.rows is None else self.rows
         if rows.rows != x.shape[0]:
             raise RuntimeError(f"the network got {x.shape[0]} rows where {rows.rows} were announced")
@@ -125,6 +128,7 @@ class Recorder(Tape):
 
         def pull(cotangent: Tensor) -> None:
             cut = self._pass(cotangent, rows.owners, share, leaves)
+            cut = torch.where(sound & self.intact(), cut, 0.0)
             self._inside = True
             try:  # the graph is kept for whoever else comes back through it, to be told so, and is gone with its end otherwise
                 torch.autograd.backward(ends.pop(), cut, retain_graph=True)

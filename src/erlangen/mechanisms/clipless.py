@@ -190,7 +190,7 @@ class Clipless(Mechanism):
     def recorder(self, tape: Tape) -> Recorder:
         """What records a backward pass for this mechanism, in place of a per-sample tape."""
         mode = "backstop" if self.backstop else "pieces" if self.precision == "bf16" else "autograd"
-        return Recorder(tape, self.loss_constant, self.before_forward, mode)
+        return Recorder(tape, self.loss_constant, self.before_forward, self.projector.intact, mode)
 
     def before_forward(self) -> None:
         """Weights inside their constraints, products in no lower precision than the bounds were made for."""
