@@ -109,7 +109,7 @@ def test_weights_written_from_outside_are_projected_before_use():
 def test_weights_written_through_data_release_noise_alone(when, options):
     """PyTorch counts no version for them. ``between``: they are put back before the backward pass."""
     net = network()
-    engine, model, optimizer, loader = private(net, sigma=0.0, mechanism_options=options)
+    _, model, optimizer, loader = private(net, sigma=0.0, mechanism_options=options)
     released = []
     optimizer.register_step_post_hook(lambda o, *_: released.append(max(float(p.grad.abs().max()) for p in model.parameters())))
 
