@@ -163,6 +163,26 @@ def test_epsilon_is_met_and_hardly_missed():
     assert engine.get_epsilon(1e-4, "rdp") > engine.get_epsilon(1e-4)
 
 
+def test_a_target_holds_for_all_that_the_engine_spends():
+    """Two trainings at ε = 3 each would cost 4 together, where 3 was asked for."""
+    engine, options = erlangen.PrivacyEngine(seed=0), {"target_delta": 1e-5, "epochs": 1, "max_grad_norm": 1.0}
+
+    def trained(target):
+        model = net()
+        loader = DataLoader(data(), batch_size=B)
+        made = engine.make_private_with_epsilon(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data_loader=loader, target_epsilon=target, **options
+        )
+        loop(*made)
+        engine.remove()
+        return engine.get_epsilon(1e-5)
+
+    assert trained(2.0) == pytest.approx(2.0, rel=1e-2)
+    assert 2.9 < trained(3.0) <= 3.0
+    with pytest.raises(ValueError, match="is spent already"):
+        trained(2.5)
+
+
 def test_without_poisson_no_amplification_is_claimed():
     from erlangen.accounting import epsilon, gaussian
 

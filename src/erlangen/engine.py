@@ -134,7 +134,7 @@ class PrivacyEngine:
         epochs: int,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader]:
-        """As `make_private`, with the least σ for which ``epochs`` epochs cost at most (ε, δ)."""
+        """As `make_private`, with the least σ for which ``epochs`` epochs, and what this engine spent before, cost at most (ε, δ)."""
         if not epochs or epochs < 1:
             raise ValueError(f"epochs is {epochs}; train for at least one")
         if "noise_multiplier" in options:
@@ -146,9 +146,8 @@ class PrivacyEngine:
         )  # fmt: skip
         assert self.training is not None
         try:
-            self.training.calibrate(
-                target_epsilon, target_delta, epochs * self.training.sampler.steps_per_epoch, self.method
-            )
+            steps = epochs * self.training.sampler.steps_per_epoch
+            self.training.calibrate(target_epsilon, target_delta, steps, self.method, self.accountant.history)
         except Exception:
             self.remove()
             raise

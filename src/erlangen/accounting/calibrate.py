@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .epsilon import AccountingError, Method, Neighbouring, epsilon
 from .events import _count, gaussian, poisson
+from .words import upper
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -41,6 +42,12 @@ def noise_multiplier(
     epsilon([], delta, method, neighbouring)  # refuses a bad delta, method or relation before any search
     n = _count(steps, "steps", least=1)
     make = gaussian if make_event is None else make_event
+    spent = epsilon(list(history), delta, method, neighbouring)
+    if spent >= target_epsilon:
+        raise AccountingError(
+            f"target_epsilon = {target_epsilon} is spent already: what was released before costs ε = {upper(spent, 4)}. Use a "
+            "larger target, or other records (a new PrivacyEngine)"
+        )
 
     def cost(sigma: float, by: Method) -> float:
         return epsilon([*history, (poisson(sample_rate, make(sigma)), n)], delta, by, neighbouring)
