@@ -134,7 +134,7 @@ class PrivacyEngine:
         epochs: int,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader]:
-        """As `make_private`, with the least σ for which ``epochs`` epochs, and what this engine spent before, cost at most (ε, δ)."""
+        """As `make_private`, with the least σ for which ``epochs`` epochs, and what this engine spent before, cost at most ε, δ."""
         if not epochs or epochs < 1:
             raise ValueError(f"epochs is {epochs}; train for at least one")
         if "noise_multiplier" in options:
