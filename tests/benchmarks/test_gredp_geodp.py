@@ -16,6 +16,7 @@ from scipy.stats import ttest_rel
 import erlangen.training.ensemble
 from erlangen.accounting import epsilon, gaussian, poisson
 from erlangen.data.base import Dataset
+from erlangen.experiments.presets import preset
 from tests.scripts import script
 
 tasks = script("gredp_geodp_tasks")
@@ -309,3 +310,30 @@ def test_a_method_that_fails_is_named_and_the_others_run(tmp_path, data, monkeyp
         companions(tmp_path, tuned("geodp-table2", "DP", "σ=10", (3.2, 0.1, 0.0)), ["DP+IS", "DP+SUR"])
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [row["key"][1] for row in runs] == ["DP+SUR"]
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "table", "cell"),
+    [
+        ("gredp-table1-layers", "Spectral-DP as published", "gredp-table1", "LeNet-5 Spectral-DP as published"),
+        *(
+            (f"gredp-{name}-layers", f"GReDP as published, {reading}", "gredp-table1", f"{label} GReDP as published, {called}")
+            for name, label in (("table1", "LeNet-5"), ("model3", "Model-3"), ("resnet20", "ResNet-20"), ("alexnet", "AlexNet"))
+            for reading, called in (("complex", "each layer clipped"), ("real", "real"), ("per-sample", "per-sample"))
+        ),
+        ("gredp-table1-noise-free", "no privacy", "gredp-table1", "LeNet-5 plain"),
+        ("gredp-resnet20-noise-free", "no privacy", "gredp-table1", "ResNet-20 plain"),
+        ("geodp-table2-noise-free", "no privacy", "geodp-table2", "noise-free B=512"),
+        ("geodp-table3-noise-free", "no privacy", "geodp-table3", "noise-free B=512"),
+    ],
+)
+def test_rows_that_are_not_tuned_are_those_of_the_preset(task, method, table, cell):
+    own = tasks.TASKS[task]
+    (pick,), (setting,) = own.fixed(method), own.settings
+    config = own.config(method, setting, pick, 0, "cpu")
+    theirs = next(c.config for c in preset(table).cells if c.name == cell)
+    same = ("data", "model", "batch", "steps", "momentum", "max_grad_norm", "clipping", "mechanism", "mechanism_options", "ema")
+    for name in same:
+        assert getattr(config, name) == getattr(theirs, name), name
+    assert math.isclose(config.lr, theirs.lr)
+    assert (config.noise_multiplier == 0) == (theirs.noise_multiplier == 0)

@@ -92,6 +92,17 @@ def test_gredp_from_scratch(network: Network, method: str) -> None:
 
 
 
+def noise_free(name: str, task: str) -> str:
+    (values,) = tables.cells(measured(name)["runs"], f"{task}-noise-free", "test_accuracy")["σ=0", "no privacy"].values()
+    assert len(values) == 3
+    return spread(values)
+
+
+def test_gredp_without_privacy() -> None:
+    cells = ["no privacy (3 seeds, untuned)", "∞", "0.01, momentum 0.9", "–", noise_free("gredp", "gredp-table1")]
+    assert rest("gredp.md", cells) == ["–", "–", f"{NETWORKS[0].plain:g}"]
+
+
 POOLED = {
     "Spectral-DP - DP-SGD (6 pairs)": ["Spectral-DP", "DP-SGD", "Spectral-DP, circulant", "DP-SGD, circulant"],
     "GReDP - DP-SGD (6 pairs)": ["GReDP", "DP-SGD", "GReDP, circulant", "DP-SGD, circulant"],
@@ -411,6 +422,39 @@ def test_geodp_tables(task: str, setting: str, method: str, pick: Pick, still: b
         *("–" if (method, pick) == ("DP", rivals[second]) else difference(values, of_table(task, setting, "DP", rivals[second]))
           for second in (False, True)),
     ]) == [papers(method, rows, column)]  # fmt: skip
+
+
+def best_of(task: str, setting: str, method: str) -> dict[int, float]:
+    pick = next(p for s, m, p, second in trained(task) if (s, m, second) == (setting, method, False))
+    return of_table(task, setting, method, pick)
+
+
+def test_geodp_differences_in_the_text() -> None:
+    """Two by two: at the larger σ and at the smaller one."""
+    published = "GeoDP as published β=0.1"
+
+    def gaps(task: str, method: str, rival: str) -> list[str]:
+        values = [[best_of(task, setting, m) for m in (method, rival)] for setting in tables.TASKS[task].settings]
+        both = [dict(enumerate(v for pair in values for v in pair[k].values())) for k in (0, 1)]
+        return [tables.difference(mine, other, 1) for mine, other in (*values, both)]
+
+    text = " ".join(page("geodp.md").split())
+    for label, method in (("`direction`", "direction"), ("`shrink`", "shrink"), ("as published", published)):
+        one, two, _ = gaps("geodp-table2", method, "DP+AUTO-S")
+        assert f"{label} {one} and {two}" in text
+    one, two, both = gaps("geodp-table2", "direction+IS", "direction")
+    assert f"`direction` ({one} and {two}, over both σ {both})" in text
+    one, two, _ = gaps("geodp-table2", "DP+IS", "DP")
+    assert f"for DP ({one}, {two})" in text
+    auto_s, psac = (gaps("geodp-table2", f"{published}+{rule}", published)[1] for rule in ("AUTO-S", "PSAC"))
+    assert f"by AUTO-S ({auto_s} at σ = 1) or PSAC ({psac})" in text
+    for label, method in (("`direction` has", "direction"), ("with β = 0.1", published)):
+        one, two, _ = gaps("geodp-table3", method, "DP+AUTO-S")
+        assert f"{label} {one} and {two}" in text
+
+
+def test_geodp_without_noise() -> None:
+    assert f"the network has {noise_free('geodp-tables', 'geodp-table2')} (paper: 99.11)" in " ".join(page("geodp.md").split())
 
 
 @pytest.mark.parametrize("task", ["geodp-table2", "geodp-table3"])
