@@ -138,3 +138,13 @@ def test_colours_that_one_private_image_decides_are_said(options, public, said, 
     assert any("read off the private images" in note for note in dataset.notes) is said
     lines = certified(dataset, tmp_path)["not_covered"]
     assert any("sees colours" in line for line in lines) is said
+
+
+def test_a_delta_that_allows_to_publish_a_record_is_in_the_certificate(tmp_path):
+    for delta, said in ((1e-5, 0), (0.01, 1)):
+        folder = tmp_path / str(delta)
+        remarks: list[str] = []
+        train(TrainConfig(model="logistic", steps=2, batch=64, seed=0, delta=delta), folder, say=remarks.append)
+        written = json.loads((folder / "certificate.json").read_text())["not_covered"]
+        assert sum("above 1/1438" in line for line in written) == said
+        assert sum("above 1/1438" in line for line in remarks) == said

@@ -111,9 +111,8 @@ def train(
         return _run(Session(config, dataset, workers=workers), None, None, watch)
     session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
     folder = open_folder(out, overwrite)  # only now: options that do not fit together must not cost the old run
-    delta, units = session.config.delta or 0.0, session.units
-    if delta * units.count > 1:
-        say(f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright; give a smaller δ")
+    for remark in _allowed_by_delta(session):
+        say(f"{remark}; give a smaller δ")
     with _new_ledger(folder, session) as ledger:
         for release in session.prior:  # on disk before its value is
             ledger.reserve(release, 1)
@@ -414,11 +413,18 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
-        "not_covered": _shown_in_shapes(session.dataset),
+        "not_covered": [*_allowed_by_delta(session), *_shown_in_shapes(session.dataset)],
         "audit": _audit_line(audited),
         "config": without_places(config),
     })  # fmt: skip
     certificate.save(document, folder)
+
+
+def _allowed_by_delta(session: Session) -> list[str]:
+    delta, units = session.config.delta or 0.0, session.units
+    if delta * units.count <= 1:
+        return []
+    return [f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright"]
 
 
 def _shown_in_shapes(dataset: Dataset) -> list[str]:
