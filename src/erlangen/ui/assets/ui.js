@@ -15,7 +15,12 @@
     return found;
   };
   const trouble = (words) => { $("trouble").hidden = !words; $("trouble").textContent = words || ""; };
-  const eps = (value) => (value === "inf" ? "∞" : value === null ? "checking…" : String(Number(value.toPrecision(4))));
+  // a promise in few digits is rounded up
+  const upper = (value, digits) => {
+    const near = Number(value.toPrecision(digits));
+    return near >= value ? near : Number((near + 10 ** (Math.floor(Math.log10(Math.abs(value))) - digits + 1)).toPrecision(digits));
+  };
+  const eps = (value) => (value === "inf" ? "∞" : value === null ? "checking…" : String(upper(value, 4)));
   const share = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
   const small = (value) => (value === null ? "–" : value.toExponential(1).replace(".0e", "e"));
   const state = (word) => make("span", word, { class: `state ${word}` });
@@ -180,11 +185,11 @@
   const shown = (found, exact) => {
     const known = direction() === "cost";
     $("answer").className = "statement good";
-    $("answer-head").textContent = known ? `ε ${exact ? "=" : "≤"} ${eps(found.epsilon)}` : `σ = ${Number(found.sigma.toPrecision(4))}`;
-    const odds = found.epsilon === "inf" ? "∞" : Number(Math.exp(Math.min(found.epsilon, 50)).toPrecision(3)).toLocaleString("en");
+    $("answer-head").textContent = known ? `ε ${exact ? "=" : "≤"} ${eps(found.epsilon)}` : `σ = ${upper(found.sigma, 4)}`;
+    const odds = found.epsilon === "inf" ? "∞" : upper(Math.exp(Math.min(found.epsilon, 50)), 3).toLocaleString("en");
     $("answer-words").textContent = `${known ? "" : `It gives ε = ${eps(found.epsilon)} at δ = ${found.delta}. `}No outcome becomes more than ${odds} times (eᵋ) as likely through any one record, except with probability δ.`;
     $("answer-note").textContent = exact ? "by PLD" : "a quick bound by RDP; PLD follows";
-    $("attacks").tBodies[0].replaceChildren(...found.attacker.map((a) => { const row = make("tr"); row.append(make("td", `${100 * a.fpr} %`), make("td", share(a.tpr))); return row; }));
+    $("attacks").tBodies[0].replaceChildren(...found.attacker.map((a) => { const row = make("tr"); row.append(make("td", `${100 * a.fpr} %`), make("td", share(Math.ceil(1000 * a.tpr) / 1000))); return row; }));
     const rest = `--sample-rate ${plan.rate} --steps ${plan.steps} --delta ${plan.delta}`;
     $("command").textContent = known ? `erlangen account --noise-multiplier ${plan.sigma} ${rest}` : `erlangen calibrate --epsilon ${plan.target} ${rest}`;
   };
