@@ -65,7 +65,7 @@ def test_runs_are_listed_compared_and_shown(browser, client):
 def test_the_calculator_answers_at_once_and_both_ways(browser, client):
     view(browser, client.server.url + "#calculator")
     until(browser, "document.querySelector('#answer-note').textContent === 'by PLD'")
-    assert browser.execute_script("return document.querySelector('#answer-head').textContent") == "ε = 1.829"  # 1.8284, a promise: rounded up
+    assert browser.execute_script("return document.querySelector('#answer-head').textContent") == "ε = 1.829"  # of 1.8284
     field = browser.find_element("id", "in-steps")
     field.clear()
     field.send_keys("4")

@@ -22,6 +22,7 @@ def tan(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Dry run: predict the accuracy of a large-batch private run at 1/k of its work. The dry run itself is NOT private."""
+    from erlangen.accounting.words import upper
     from erlangen.cli.settings import assigned
     from erlangen.training.config import TrainConfig, read_options
     from erlangen.training.tan import SAFE, dry_run
@@ -35,7 +36,7 @@ def tan(
         return
     plan = result.plan
     typer.echo(f"Predicted     {result.mean:.1%} ± {result.spread:.1%} ({_runs(len(result.accuracies))})")
-    typer.echo(f"Large run     batch {plan.target.batch:g}, {plan.target.steps} steps: ε = {plan.target_epsilon:.3g}")
+    typer.echo(f"Large run     batch {plan.target.batch:g}, {plan.target.steps} steps: ε = {upper(plan.target_epsilon, 3)}")
     typer.echo(f"Small runs    batch {plan.small.batch:g}, σ = {plan.small.noise_multiplier:.3g}, {1 / k:.1%} of the work")
     typer.echo(f"Dominance     {plan.dominance:.3g} (at least; noise over the small runs' sampling error, {SAFE:g} is enough)")
     for remark in plan.remarks:
