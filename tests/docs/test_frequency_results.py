@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -299,16 +300,16 @@ Pick = tuple[float, float, float]
 
 def below(name: str, *header: str) -> list[list[str]]:
     """The rows of all tables of a page whose header has these cells."""
-    found, all_lines = [], lines(name)
-    for k, line in enumerate(all_lines):
-        if line[0].startswith("---"):
-            inside = set(header) <= set(all_lines[k - 1])
-        elif k and inside and not all_lines[min(k + 1, len(all_lines) - 1)][0].startswith("---"):
+    found, inside = [], False
+    for line, after in itertools.pairwise([*lines(name), [""]]):
+        if after[0].startswith("---"):
+            inside = set(header) <= set(line)
+        elif inside and not line[0].startswith("---"):
             found.append(line)
     return found
 
 
-FIGURE_5 = [line for line in below("geodp.md", "test loss")]
+FIGURE_5 = below("geodp.md", "test loss")
 LABEL = re.compile(r"(?:B=(\d+) )?(?:σ=(\S+) )?(.+?)(?:, C = (\S+))?(?: \((?:C )?tuned(?:: (\S+))?\))?")
 
 
