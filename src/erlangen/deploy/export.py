@@ -128,10 +128,16 @@ def _onnx(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        program = torch.onnx.export(
-            network, (torch.rand(3, *card.input_shape),), dynamo=True, input_names=["image"], output_names=["logits"],
-            dynamic_shapes={argument: {0: torch.export.Dim("batch", min=1)}}, verbose=False,
-        )  # fmt: skip
+        try:
+            program = torch.onnx.export(
+                network, (torch.rand(3, *card.input_shape),), dynamo=True, input_names=["image"], output_names=["logits"],
+                dynamic_shapes={argument: {0: torch.export.Dim("batch", min=1)}}, verbose=False,
+            )  # fmt: skip
+        except torch.onnx.OnnxExporterError as error:
+            raise ExportError(
+                f"PyTorch {torch.__version__} cannot write this network as ONNX: {_first_cause(error)}; install a newer PyTorch, "
+                "or export with format torch"
+            ) from error
     assert program is not None
     proto = program.model_proto
     for key, value in facts.items():
@@ -147,6 +153,13 @@ def _onnx(
     with _or_remove((path,)):
         difference = _compared(reference, card, answer)
     return Exported("onnx", (path,), difference, f"onnxruntime {onnxruntime.__version__}")
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of what began it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0].rstrip(".")
 
 
 @contextmanager
