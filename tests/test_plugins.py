@@ -70,7 +70,7 @@ def test_the_docs_mechanism_trains_by_name_and_its_run_needs_the_plugin_again(pa
 def test_the_static_audit_passes_the_docs_mechanism_and_catches_its_broken_twin(page):
     sound, findings = invoke("audit", "static", "--plugin", str(page), "--only", "hartley", "--json")
     assert sound.exit_code == 0, findings
-    assert {f["audit"] for f in findings["findings"]} == {"flow", "covariance", "training step", "session"}
+    assert {f["audit"] for f in findings["findings"]} == {"flow", "covariance", "energy", "training step", "session"}
     broken, findings = invoke("audit", "static", "--plugin", str(page), "--only", "half", "--json")
     assert broken.exit_code == 1
     assert {f["verdict"] for f in findings["findings"]} == {"violated"}

@@ -83,8 +83,34 @@ def test_noise_that_is_stated_in_two_ways_is_stated_alike():
     assert "noise_std" in found.reason
 
 
+class QuietWhenLarge(GaussianMechanism):
+    """States one noise and adds less, where nobody looks at all of it."""
+
+    @property
+    def std(self):
+        return super().std * (0.8 if sum(shape.numel() for shape in self.shapes.values()) > 5000 else 1.0)
+
+    def noise_std(self, name):
+        return super().std
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(GaussianMechanism, CONSISTENT), (QuietWhenLarge, "violated")])
+def test_a_large_release_is_as_noisy_as_stated(kind, verdict):
+    def build(count):
+        mechanism = kind(1.0, 0.7)
+        mechanism.bind({"w": torch.zeros(count), "bias": torch.zeros(3)}, static.BATCH)
+        return mechanism
+
+    small, large = ({"w": torch.Size((count,)), "bias": torch.Size((3,))} for count in (6, 9000))
+    assert static.audit_covariance(Subject("small", lambda: build(6), small)).verdict == CONSISTENT
+    found = static.audit_energy(Subject("large", lambda: build(9000), large))
+    assert found.verdict == verdict
+    if verdict == "violated":
+        assert "'w' of 9000 coordinates has 0.6" in found.reason
+
+
 def test_one_registered_thing_alone():
-    assert {f.audit for f in audit_registered("iso")} == {"flow", "covariance", "training step", "session"}
+    assert {f.audit for f in audit_registered("iso")} == {"flow", "covariance", "energy", "training step", "session"}
     assert {f.audit for f in audit_registered("psac")} == {"clipping", "constants", "flow"}
     assert [f.subject for f in audit_registered("GroupNorm")] == ["GroupNorm"]
     with pytest.raises(ValueError, match="Did you mean 'GroupNorm'"):

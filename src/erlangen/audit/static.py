@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from scipy.stats import chi2
 from torch import nn
 
 from erlangen.audit.clipping import audit_clipping, audit_constants
@@ -45,6 +46,8 @@ VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "clipless": ({"loss": 1.0}, {"loss": 1.0, "split": "local"}, {"loss": 1.0, "split": "global"}),
 }
 BATCH = 4.0
+#: coordinates from which on the energy of one release says enough
+LARGE = 8192
 
 
 def small_network() -> nn.Module:
@@ -59,6 +62,18 @@ def small_lipschitz_network() -> nn.Module:
     return lip.Sequential(first, kernel, lip.Flatten(), lip.SpectralDense(9, 2))
 
 
+def large_network() -> nn.Module:
+    """A convolution and a dense layer of some ten thousand parameters each."""
+    return nn.Sequential(nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(128, 80, bias=False))
+
+
+def large_lipschitz_network() -> nn.Module:
+    from erlangen import lipschitz as lip
+
+    first, kernel = lip.BoundedInput((32, 4, 4), 1.0), lip.SpectralConv2d(32, 32, 3, bias=True)
+    return lip.Sequential(first, kernel, lip.Flatten(), lip.SpectralDense(512, 20))
+
+
 def dense_lipschitz_network() -> nn.Module:
     """Two dense layers with orthogonal weights: every bound of it is reached by some record."""
     from erlangen import lipschitz as lip
@@ -67,6 +82,10 @@ def dense_lipschitz_network() -> nn.Module:
 
 
 NETWORKS: tuple[Callable[[], nn.Module], ...] = (small_network, small_lipschitz_network)
+#: the same kinds of layers, larger
+ENLARGED: Mapping[Callable[[], nn.Module], Callable[[], nn.Module]] = {
+    small_network: large_network, small_lipschitz_network: large_lipschitz_network,
+}  # fmt: skip
 #: networks on which a mechanism that was built on the key is trained, with the shape of their inputs
 TRAINED: Mapping[Callable[[], nn.Module], tuple[tuple[Callable[[], nn.Module], tuple[int, ...]], ...]] = {
     small_network: ((small_network, (1, 4, 4)),),
@@ -184,6 +203,32 @@ def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
     return passed(subject.name, "covariance", trials, facts, p)
 
 
+@single_threaded
+def audit_energy(subject: Subject, least: int = LARGE) -> Finding:
+    """The noise of one release of a large network: none of its large parameters has less energy than the mechanism states.
+
+    Full covariances are for small networks, and a mechanism may treat large ones otherwise. Σx²/Σs² over the coordinates of a
+    parameter is a mean of squared normals with weights s²: as wide as (Σs²)²/Σs⁴ equal ones, were they independent. A filter
+    leaves a share of the directions silent, so a quarter of that decides.
+    """
+    mechanism = subject.build()
+    assert isinstance(mechanism, Mechanism)
+    nobody = {n: torch.zeros(0, *s) for n, s in subject.shapes.items()}
+    released, worst = mechanism.release(nobody), (1.0, math.inf, "")
+    for name, shape in subject.shapes.items():
+        if shape.numel() >= least:
+            stated = torch.as_tensor(mechanism.noise_std(name)).double().cpu().square().expand(shape)
+            drawn = (released[name].double().cpu() * mechanism.expected_batch).square()
+            ratio, freedom = float(drawn.sum() / stated.sum()), float(stated.sum() ** 2 / stated.square().sum()) / 4
+            worst = min(worst, (float(chi2.cdf(freedom * ratio, freedom)), ratio, name))
+    p, ratio, name = worst
+    facts = {"least_energy": ratio, "parameter": name}
+    if p < 1 - CONFIDENCE:
+        reason = f"{name!r} of {subject.shapes[name].numel()} coordinates has {ratio:.4g} of the stated noise variance"
+        return failed(subject.name, "energy", reason, 1, facts, p)
+    return passed(subject.name, "energy", 1, facts, p)
+
+
 def states_its_covariance(mechanism: Mechanism) -> bool:
     """Whether what is released is the noised sum itself; others post-process it, or have no guarantee to state."""
     from erlangen.mechanisms import Clipless, GaussianMechanism, PublishedGeoDP
@@ -259,6 +304,7 @@ def audit_releases_of(recipe: Recipe) -> Iterator[Finding]:
     yield guarded(recipe.name, "flow", _flow, recipe)
     if states_its_covariance(recipe.build()):
         yield guarded(recipe.name, "covariance", _covariance, recipe)
+        yield guarded(recipe.name, "energy", _energy, recipe)
     for build in recipe.steps():
         yield guarded(recipe.name, "training step", audit_step, build)
 
@@ -359,6 +405,10 @@ def _flow(name: str, recipe: Recipe) -> Finding:
 
 def _covariance(name: str, recipe: Recipe) -> Finding:
     return audit_covariance(recipe.subject())
+
+
+def _energy(name: str, recipe: Recipe) -> Finding:
+    return audit_energy(replace(recipe, network=ENLARGED[recipe.network]).subject())
 
 
 def _clipping(progress: Callable[[str], None]) -> Iterator[Finding]:
