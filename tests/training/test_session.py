@@ -175,6 +175,7 @@ def test_sigma_zero_is_allowed_and_says_so():
         ({"noise_multiplier": 1.0}, "exclude each other"), ({"epsilon": None}, "give epsilon"), ({"views": 0}, "views is 0"),
         ({"secure": True}, "exclude each other"), ({"optimizer": "lion"}, "choose one of adam"), ({"model": "vgg"}, "choose one"),
         ({"batch": 5000}, "only 1438 units"), ({"device": "cuda:9"}, "no GPU"), ({"augment": "mixup"}, "augment"),
+        ({"augment": "flip-crop-mix"}, "views is 1; flip-crop-mix mixes them: give two or more"),
     ],
 )  # fmt: skip
 def test_bad_configurations(change, match):

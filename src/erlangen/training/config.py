@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from erlangen.data.augment import KINDS
+from erlangen.data.augment import KINDS, Kind
 from erlangen.spelling import hint
 
 #: how far the noise of a whole run may carry each weight, and the largest rate in units of the clipping bound: measured
@@ -89,6 +89,7 @@ class TrainConfig:
             ("ema", 0 <= self.ema < 1, "give 0 ≤ ema < 1; 0 turns it off"),
             ("views", self.views >= 1, "give at least one view of each record"),
             ("augment", self.augment in KINDS, f"choose {', '.join(KINDS)}"),
+            ("views", self.views > 1 or not KINDS.get(self.augment, Kind()).mix, f"{self.augment} mixes them: give two or more"),
             ("sampling", self.sampling in ("poisson", "importance"), "choose poisson or importance"),
             ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
             ("warm_up", self.warm_up >= 0, "give the number of first steps over which the rate grows linearly"),
