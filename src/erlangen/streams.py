@@ -88,10 +88,10 @@ def fill_normal(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     lies beyond could only come from the neighbour whose sum is larger: σ = 0.6 and 20 expected draws of a record give that away
     with probability 4·10⁻⁴, whatever ε is. (z₁ + z₂)/√2 is as normal, and ends at 8.2: 10⁻⁹.
     """
-    out.normal_(generator=generator)
     if out.dtype == torch.float64:  # of 53 bits: up to 8.6
-        return out
-    return out.add_(torch.empty_like(out).normal_(generator=generator)).mul_(math.sqrt(0.5))
+        return out.normal_(generator=generator)
+    half = math.sqrt(0.5)
+    return out.normal_(std=half, generator=generator).add_(torch.empty_like(out).normal_(std=half, generator=generator))
 
 
 class SharedWords:

@@ -11,7 +11,8 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -192,22 +193,17 @@ def _check_cotangents(
     module: nn.Module, inputs: tuple[Tensor, ...], columns: list[int], watch: _Watch, start: _Memory
 ) -> None:
     """What comes back to row 0 of each layer is the same, whatever the other rows hold and whatever comes back to them."""
-    own: list[Tensor] | None = None
-    for scale in (1.0, *SCALES):
-        _restore(module, start)
-        batch = inputs if own is None else tuple(changed(t, scale) for t in inputs)
-        torch.manual_seed(0)
-        watch.seen = []
-        leaves = tree_leaves(module(*batch))
-        ends = [leaves[k][0].float().sum() + scale * leaves[k][1:].float().sum() for k in columns]
-        torch.stack(ends).sum().backward()
-        own = watch.seen if own is None else own
-        if not all(map(_alike, own, watch.seen)):
-            raise MixesSamples(
-                "the gradient of one record changes with the other records on its way back through the module, so clipping it does "
-                "not bound their influence: a hook or an autograd function works on the whole batch (g / g.norm(), say). Let it "
-                "treat each row by itself, or take it out."
-            )
+    batches = [inputs, *(tuple(changed(t, scale) for t in inputs) for scale in SCALES)]
+    passes = (
+        _cotangents(module, batch, watch, start, partial(_others_times, scale), columns)
+        for scale, batch in zip((1.0, *SCALES), batches, strict=True)
+    )
+    if not _all_alike(passes):
+        raise MixesSamples(
+            "the gradient of one record changes with the other records on its way back through the module, so clipping it does "
+            "not bound their influence: a hook or an autograd function works on the whole batch (g / g.norm(), say). Let it "
+            "treat each row by itself, or take it out."
+        )
 
 
 def _check_losses(
@@ -219,20 +215,34 @@ def _check_losses(
     if not places:
         return
     unused = tuple(_all_unused(t) for t in inputs)
-    own: list[Tensor] | None = None
-    for batch in (inputs, *(tuple(changed(t, scale) for t in inputs) for scale in SCALES), unused):
-        _restore(module, start)
-        torch.manual_seed(0)
-        watch.seen = []
-        leaves = tree_leaves(module(*batch))
-        torch.stack([leaves[k].float() for k in places]).sum().backward()
-        own = watch.seen if own is None else own
-        if not all(map(_alike, own, watch.seen)):
-            raise MixesSamples(
-                "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean "
-                "over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take "
-                "the mean over each record by itself; a term that is not trained on is returned detached."
-            )
+    batches = (inputs, *(tuple(changed(t, scale) for t in inputs) for scale in SCALES), unused)
+    if not _all_alike(_cotangents(module, batch, watch, start, lambda leaf: leaf, places) for batch in batches):
+        raise MixesSamples(
+            "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean "
+            "over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take "
+            "the mean over each record by itself; a term that is not trained on is returned detached."
+        )
+
+
+def _others_times(scale: float, leaf: Tensor) -> Tensor:
+    return leaf[0].sum() + scale * leaf[1:].sum()
+
+
+def _cotangents(
+    module: nn.Module, batch: tuple[Tensor, ...], watch: _Watch, start: _Memory, end: Callable[[Tensor], Tensor], places: list[int]
+) -> list[Tensor]:
+    """What comes back to row 0 of each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
+    _restore(module, start)
+    torch.manual_seed(0)
+    watch.seen = []
+    leaves = tree_leaves(module(*batch))
+    torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
+    return watch.seen
+
+
+def _all_alike(passes: Iterable[list[Tensor]]) -> bool:
+    own, *others = passes
+    return all(all(map(_alike, own, other)) for other in others)
 
 
 def _all_unused(t: Tensor) -> Tensor:

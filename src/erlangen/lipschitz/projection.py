@@ -58,7 +58,7 @@ class Projector:
 
     def _keep(self) -> None:
         """How the weights were left, in memory that stays where it is."""
-        self._seen, now = self._versions(), self._flat()
+        self._seen, now = self._versions(), self.flat()
         if (now.shape, now.dtype, now.device) == (self._left.shape, self._left.dtype, self._left.device):
             self._left.copy_(now)
         else:
@@ -122,10 +122,11 @@ class Projector:
             self()
 
     @torch.no_grad()
-    def intact(self) -> Tensor:
-        """Whether the weights are as they were left, said where they are: nobody waits for it. Writing to ``.data`` counts no
-        version, so that `ensure` cannot see it."""
-        return (self._flat() == self._left).all()
+    def intact(self, before: Tensor) -> Tensor:
+        """Whether the weights, and what `flat` said ``before``, are as they were left, said where they are: nobody waits for it.
+        Writing to ``.data`` counts no version, so that `ensure` cannot see it."""
+        both = torch.cat([*self._vectors(), before]).view(2, before.numel())
+        return (both == self._left).all()
 
     def _key(self) -> tuple[float, ...]:
         """Where the weights lie and what they are held to: if that changes, nothing recorded is used again."""
@@ -138,9 +139,15 @@ class Projector:
     def _weights(self) -> list[Tensor]:
         return [slots[key] for slots, key, _ in self._places]
 
-    def _flat(self) -> Tensor:
+    @torch.no_grad()
+    def flat(self) -> Tensor:
+        """All weights as one vector, copied."""
+        vectors = self._vectors()
+        return torch.cat(vectors) if vectors else torch.empty(0)
+
+    def _vectors(self) -> list[Tensor]:
         weights = self._weights()
-        return torch.cat([w.reshape(-1).to(weights[0].device) for w in weights]) if weights else torch.empty(0)
+        return [w.reshape(-1).to(weights[0].device) for w in weights]
 
     def _versions(self) -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version) for p in self._weights()]

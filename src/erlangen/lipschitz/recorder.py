@@ -72,7 +72,7 @@ class Recorder(Tape):
     _inside = False
 
     def __init__(
-        self, plain: Tape, loss_constant: float, before_forward: Callable[[], None], intact: Callable[[], Tensor],
+        self, plain: Tape, loss_constant: float, before_forward: Callable[[], Tensor], intact: Callable[[Tensor], Tensor],
         mode: str = "autograd",
     ) -> None:  # fmt: skip
         strategy = "norms-first" if mode == "pieces" else plain.strategy
@@ -106,8 +106,7 @@ class Recorder(Tape):
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         """The module's own forward pass, recorded."""
-        self.before_forward()
-        sound = self.intact()
+        weights = self.before_forward()
         rows = RowMap.regular(x.shape[0]) if self.rows is None else self.rows
         if rows.rows != x.shape[0]:
             raise RuntimeError(f"the network got {x.shape[0]} rows where {rows.rows} were announced")
@@ -128,7 +127,7 @@ class Recorder(Tape):
 
         def pull(cotangent: Tensor) -> None:
             cut = self._pass(cotangent, rows.owners, share, leaves)
-            cut = torch.where(sound & self.intact(), cut, 0.0)
+            cut = cut * self.intact(weights)
             self._inside = True
             try:  # the graph is kept for whoever else comes back through it, to be told so, and is gone with its end otherwise
                 torch.autograd.backward(ends.pop(), cut, retain_graph=True)

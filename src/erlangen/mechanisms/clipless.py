@@ -192,10 +192,11 @@ class Clipless(Mechanism):
         mode = "backstop" if self.backstop else "pieces" if self.precision == "bf16" else "autograd"
         return Recorder(tape, self.loss_constant, self.before_forward, self.projector.intact, mode)
 
-    def before_forward(self) -> None:
-        """Weights inside their constraints, products in no lower precision than the bounds were made for."""
+    def before_forward(self) -> Tensor:
+        """Weights inside their constraints, products in no lower precision than the bounds were made for; the weights."""
         self.projector.ensure()
         precisions.require(self.precision, self.device)
+        return self.projector.flat()
 
     def after_step(self) -> None:
         """Post-processing of the private update: project."""
