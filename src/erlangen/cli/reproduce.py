@@ -25,6 +25,7 @@ def reproduce(
     quick: bool = typer.Option(False, "--quick", help="A few steps, to see that it runs; no result."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Only the privacy of each cell; nothing is trained."),
     seeds: int | None = typer.Option(None, help="Number of seeds in place of the preset's."),
+    first_seed: int = typer.Option(0, min=0, help="The first seed, so that a table can be made in several places."),
     only: str | None = typer.Option(None, help="Only the cells whose name contains this."),
     out: Path | None = typer.Option(None, help="Folder for the runs. Default runs/NAME."),
     jobs: int = typer.Option(1, min=1, help="Runs trained side by side, each in a process; they share a GPU."),
@@ -53,7 +54,7 @@ def reproduce(
         raise typer.BadParameter(f"no cell of {name} contains {only!r}; there are {there}")
     asked = [part for part in chosen if part.cells]
     apart = out is not None and len(parts(name)) > 1  # parts have cells of the same name
-    results = [_one(p, quick, dry_run, out / p.name if out and apart else out, as_json, jobs) for p in asked]
+    results = [_one(p, quick, dry_run, out / p.name if out and apart else out, as_json, jobs, first_seed) for p in asked]
     if as_json:
         typer.echo(json.dumps(results[0] if len(results) == 1 else {"preset": name, "parts": results}))
 
@@ -110,7 +111,7 @@ def _changed(part: Any, assignments: list[str]) -> Any:
     return dataclasses.replace(part, cells=tuple(changed))
 
 
-def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool, jobs: int = 1) -> dict[str, Any]:
+def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool, jobs: int = 1, first: int = 0) -> dict[str, Any]:
     """Run or price one preset; print it unless JSON was asked for."""
     from erlangen.training.run import Interrupted
 
@@ -127,7 +128,7 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool,
     folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json, jobs)
+        result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json, jobs, first)
     except (KeyboardInterrupt, Interrupted):
         typer.echo(f"What is finished is kept in {folder}; the same command goes on from there.", err=True)
         raise KeyboardInterrupt from None
@@ -136,7 +137,7 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool,
     return result
 
 
-def _run(chosen: Any, folder: Path, quiet: bool, jobs: int = 1) -> dict[str, Any]:
+def _run(chosen: Any, folder: Path, quiet: bool, jobs: int = 1, first: int = 0) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -144,7 +145,7 @@ def _run(chosen: Any, folder: Path, quiet: bool, jobs: int = 1) -> dict[str, Any
 
     with Progress(console=Console(file=sys.stderr), disable=quiet) as progress:
         task = progress.add_task(chosen.name, total=sum(getattr(c, "seed_factor", 1) for c in chosen.cells) * chosen.seeds)
-        return run_preset(chosen, folder, watch=lambda *_: progress.advance(task), workers=jobs)
+        return run_preset(chosen, folder, first, watch=lambda *_: progress.advance(task), workers=jobs)
 
 
 def _first_look(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
