@@ -127,7 +127,7 @@ class Recorder(Tape):
 
         def pull(cotangent: Tensor) -> None:
             cut = self._pass(cotangent, rows.owners, share, leaves)
-            cut = cut * self.intact(weights)
+            cut = cut * self.intact(weights)  # finite: `limited` sees to it
             self._inside = True
             try:  # the graph is kept for whoever else comes back through it, to be told so, and is gone with its end otherwise
                 torch.autograd.backward(ends.pop(), cut, retain_graph=True)
