@@ -68,7 +68,7 @@ class StreamNoise(NoiseSource):
 
     def perturb(self, value: Tensor, std: float | Tensor) -> Tensor:
         noise = fill_normal(torch.empty_like(value, memory_format=torch.contiguous_format), self._generator(value.device))
-        return value + (noise * std if isinstance(std, Tensor) else noise.mul_(std))
+        return torch.addcmul(value, noise, std) if isinstance(std, Tensor) else value + noise.mul_(std)
 
     @torch.no_grad()  # sums may carry a graph, which nothing after the noise follows
     def perturb_all(self, values: Sequence[Tensor], std: float) -> list[Tensor]:
