@@ -80,7 +80,7 @@ def check_same(count: int, cases: dict[str, dict], least: int = 0) -> None:
         one, several = alone[k][0], ranks[0][k][0]
         assert float((one - several).abs().max()) <= close * max(1.0, float(one.abs().max())), name
         for rank in ranks:
-            assert rank[k][1] == pytest.approx(alone[k][1], abs=1e-5), f"{name}: evaluation"
+            assert rank[k][1] == pytest.approx(alone[k][1], rel=1e-5, abs=1e-5), f"{name}: evaluation"
             for kind, (total, row) in alone[k][2].items():
                 assert rank[k][2][kind][0] <= total / count + row, f"{name}: {kind}"
         for kind, (total, _) in alone[k][2].items():
