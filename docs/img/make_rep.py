@@ -2,7 +2,8 @@
 
     python docs/img/make_rep.py docs/results
 
-The folder holds rep-table1.json, rep-fashion.json and rep-fashion-metrics.json, as benchmarks/rep_table1.py writes them.
+The folder holds rep-table1.json, rep-table1-full.json, rep-fashion.json and rep-fashion-metrics.json, as benchmarks/rep_table1.py
+writes them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,20 @@ def gain(axis: Any, table: list[dict[str, Any]]) -> None:
     axis.set_xlabel("ε (PLD), δ = 1e-5")
 
 
+def at_full_length(axes: Any, table: list[dict[str, Any]]) -> None:
+    """Open marks: what trials of all steps chose, at the noise levels where that was run."""
+    open_mark = {"fmt": "D", "markerfacecolor": "white", "markersize": 5, "capsize": 2}
+    for row in table:
+        epsilon = row["epsilon"]["pld"]
+        for name, cell in row["cells"].items():
+            axes[0].errorbar(1.1 * epsilon, cell["mean"], cell["error"], color=COLOURS[name], **open_mark)
+        for name, aside in (("rep", 1.1), ("rep:escnn:0.5", 1.16)):
+            gap = row[f"{name}-iso"]
+            axes[1].errorbar(aside * epsilon, gap["mean"], gap["half_width_95"], color=COLOURS[name], **open_mark)
+    axes[0].plot([], [], "D", color="gray", markerfacecolor="white", markersize=5, label="tuned at full length")
+    axes[0].legend(frameon=False, loc="lower right")
+
+
 def metrics(content: dict[str, Any]) -> None:
     """A dot for every seed: ISO, SHUFFLE and REP with several metrics, at one noise level."""
     (row,) = content["table"]
@@ -79,6 +94,8 @@ def main() -> None:
         table = json.loads((folder / name).read_text())["table"]
         accuracy(axes[0, column], table)
         gain(axes[1, column], table)
+        if column == 0:
+            at_full_length(axes[:, 0], json.loads((folder / "rep-table1-full.json").read_text())["table"])
         axes[0, column].set_title(title)
         axes[1, column].set_xscale("log")
         axes[1, column].set_xlim(0.37, 3.6)

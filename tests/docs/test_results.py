@@ -48,14 +48,17 @@ def decimal(value: float, digits: int) -> str:
     return f"{value:.{digits}f}".removeprefix("0")
 
 
-@pytest.mark.parametrize("sigma", TABLE_1)
-@pytest.mark.parametrize("name", ["rep-table1.json", "rep-fashion.json", "rep-table1-coarse.json"])
+PUBLISHED = ("rep-table1.json", "rep-table1-full.json")  # where the paper's numbers stand beside ours
+FIVE = itertools.product(["rep-table1.json", "rep-fashion.json", "rep-table1-coarse.json"], TABLE_1)
+
+
+@pytest.mark.parametrize(("name", "sigma"), [*FIVE, ("rep-table1-full.json", 1.0)])
 def test_rep_against_iso_and_shuffle(name: str, sigma: float) -> None:
     runs: Runs = content(name)["runs"]
     epsilon = next(r["epsilon"] for r in runs if r["sigma"] == sigma)
     by = {m: accuracy(runs, m, sigma) for m in dict.fromkeys(r["mechanism"] for r in runs)}
     assert len({tuple(sorted(values)) for values in by.values()}) == 1, "pairs need the same seeds"
-    published = [f" ({p})" for p in TABLE_1[sigma]] if name == "rep-table1.json" else [""] * 3
+    published = [f" ({p})" for p in TABLE_1[sigma]] if name in PUBLISHED else [""] * 3
     cells = [
         str(sigma), f"{epsilon['rdp']:.4f}", f"{epsilon['pld']:.3f}", str(len(by["iso"])),
         *(mean_and_error(by[m]) + p for m, p in zip(by, [*published, ""])),
@@ -102,15 +105,40 @@ def test_metrics_of_rep_and_what_chose_their_options(mechanism: str) -> None:
     assert f"| {' | '.join(cells)} |" in page("rep.md")
 
 
+def held_out_mean(found: dict[str, Any], mechanism: str, lr: float, clip: float) -> float:
+    rows = [r for r in found["tuning"] if (r["mechanism"], r["lr"], r["clip"]) == (mechanism, lr, clip)]
+    return 100 * fmean(r["test_accuracy"] for r in rows)
+
+
 def held_out(name: str, mechanism: str, lr: float, clip: float) -> str:
-    rows = [r for r in content(name)["tuning"] if (r["mechanism"], r["lr"], r["clip"]) == (mechanism, lr, clip)]
-    return f"{100 * fmean(r['test_accuracy'] for r in rows):.1f}"
+    return f"{held_out_mean(content(name), mechanism, lr, clip):.1f}"
 
 
 @pytest.mark.parametrize(("lr", "clip"), itertools.product((0.05, 0.08, 0.13, 0.21), (0.5, 1.0)))
 def test_tuning_of_rep(lr: float, clip: float) -> None:
     found = [held_out(name, m, lr, clip) for name in ("rep-table1.json", "rep-fashion.json") for m in FOUR]
     assert f"| {lr} | {clip} | {lr * clip + 1e-9:.3f} | {' | '.join(found)} |" in page("rep.md")
+
+
+@pytest.mark.parametrize(("lr", "clip"), itertools.product((0.03, 0.05, 0.08, 0.13), (0.5, 1.0)))
+def test_tuning_of_rep_at_full_length(lr: float, clip: float) -> None:
+    found = [held_out("rep-table1-full.json", m, lr, clip) for m in FOUR]
+    assert f"| {lr} | {clip} | {lr * clip + 1e-9:.3f} | {' | '.join(found)} |" in page("rep.md")
+
+
+@pytest.mark.parametrize("mechanism", FOUR)
+def test_options_that_full_length_chose(mechanism: str) -> None:
+    found = content("rep-table1-full.json")
+    runs: Runs = [r for r in found["runs"] if r["mechanism"] == mechanism]
+    picks = {(r["lr"], r["clip"]) for r in found["tuning"]}
+    best = max(picks, key=lambda pick: held_out_mean(found, mechanism, *pick))
+    assert {(r["lr"], r["clip"]) for r in runs} == {best}
+    cells = [
+        FOUR[mechanism], f"{best[0]}, {best[1]}", f"{held_out_mean(found, mechanism, *best):.2f}",
+        decimal(fmean(r["brier"] for r in runs), 4), decimal(fmean(r["ece"] for r in runs), 3),
+        f"{100 * fmean(r['small_parameters'] for r in runs):.2f}",
+    ]  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in page("rep.md")
 
 
 @pytest.mark.parametrize(("lr", "clip"), itertools.product((0.06, 0.125, 0.25, 0.5), (0.3, 1.0)))
