@@ -315,3 +315,23 @@ def test_whose_an_image_is_without_saying_that_it_counts_is_refused(tmp_path):
     table.write_text("file,patient\n")
     with pytest.raises(DataError, match="unit_csv says whose"):
         load(root, unit_csv=str(table))
+
+
+def test_a_test_folder_of_training_images_is_refused(tmp_path):
+    """The test set is public, and some of its images are stored with the run: private ones must not be among them."""
+    root, rng = tmp_path / "d", np.random.default_rng(0)
+    for k in range(24):
+        place = root / "train" / ("cat", "dog")[k % 2] / f"{k}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (6, 5), dtype=np.uint8)).save(place)
+    for k in range(12):  # the same pixels under another name, in another format
+        label = ("cat", "dog")[k % 2]
+        copied = root / "test" / label / f"of-{k}.bmp"
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(root / "train" / label / f"{k}.png").save(copied)
+    with pytest.raises(DataError, match="12 of the 12 images of test are in train"):
+        load(root)
+    for k in range(1, 12):
+        (root / "test" / ("cat", "dog")[k % 2] / f"of-{k}.bmp").unlink()
+    draw(root / "test" / "dog" / "new.png", 7, size=(5, 6))
+    assert any("1 of the 2 images of test are in train" in note for note in load(root).notes)

@@ -9,6 +9,7 @@ import numpy as np
 from erlangen.data.base import Dataset, digest_of
 from erlangen.data.options import DataOptions
 from erlangen.data.preprocessing import DataError, Preprocessing
+from erlangen.data.shared import refuse_shared_images
 
 #: integer formats whose range is known
 _LARGEST = {"uint8": 255.0, "uint16": 65535.0, "bool": 1.0}
@@ -58,7 +59,7 @@ def from_arrays(
     classes, public = int(y_train.max()) + 1, len(names)
     if x_test is not None:
         x_test, y_test, _, _ = _part(name, "test", arrays, None, len(names), options, prep, notes)
-        _remark_on_shared(name, arrays["x_train"], arrays["x_test"], notes)
+        refuse_shared_images(name, arrays["x_train"], arrays["x_test"], "x_train", "x_test", notes)
         _refuse_shared_owners(name, arrays, unit)
         public = max(public, int(y_test.max(initial=0)) + 1)
         classes = max(classes, public)
@@ -204,20 +205,6 @@ def _good_rows(x: np.ndarray, y: np.ndarray, classes: int) -> tuple[np.ndarray, 
     if not finite.all():
         why.append("pixels are not finite (NaN or infinity)")
     return in_range & finite, "; ".join(why)
-
-
-def _remark_on_shared(name: str, train: np.ndarray, test: np.ndarray, notes: list[str]) -> None:
-    """The test set is public: its accuracy, its answers and some of its images are stored as they are."""
-    private = {hash(row.tobytes()) for row in train}
-    shared = sum(hash(row.tobytes()) in private for row in test)
-    if shared >= 10 and 2 * shared > len(test):
-        raise DataError(
-            f"{name}: {shared} of the {len(test)} images of x_test are in x_train, too. The test set is public: predictions on it, "
-            "and some of its images, are stored without noise. Take them out of one of both, or leave x_test and y_test out "
-            "(erlangen validate releases an accuracy on private records)"
-        )
-    if shared:
-        notes.append(f"{shared} of the {len(test)} images of x_test are in x_train, too: the test set is public, and so are they")
 
 
 def _class_names(name: str, arrays: dict[str, np.ndarray]) -> tuple[str, ...]:

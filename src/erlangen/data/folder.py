@@ -19,6 +19,7 @@ from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_un
 from erlangen.data.options import DataOptions
 from erlangen.data.owners import owners
 from erlangen.data.preprocessing import DataError, Preprocessing
+from erlangen.data.shared import refuse_shared_images
 
 TEST_NAMES = ("test", "val", "valid", "validation")
 _T = TypeVar("_T")
@@ -61,6 +62,7 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     if test is not None:
         x_test, _ = _decoded(test, prep, root, options, notes)
         y_test = np.array(test.labels, dtype=np.int64)
+        refuse_shared_images(str(root), x_train, x_test, train.root.name, test.root.name, notes)
     _refuse_empty(train, classes, root)
     if unit is not None:
         unit_labels = np.array(owners(train.files, train.root, unit, options))
