@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from erlangen.audit import everything, kept, static, trust
+from erlangen.audit import everything, kept, recipes, static, trust
 from erlangen.audit.everything import Everything, Row, Task, tasks
 from erlangen.audit.kept import Kept
 from erlangen.audit.markdown import page
@@ -34,7 +34,7 @@ def test_rows_with_layers_have_as_many_as_they_say():
     rows = [entry for entry in entries() if "3 layers" in entry.label]
     assert len(rows) == 2
     for entry in rows:
-        recipe = static.Recipe(entry.mechanism, entry.options, entry.settings["network"], clipping=entry.settings["clipping"])
+        recipe = recipes.Recipe(entry.mechanism, entry.options, entry.settings["network"], clipping=entry.settings["clipping"])
         mechanism = recipe.build()
         assert mechanism.describe()["layers"] == 3
         factor = math.sqrt(0.5 if entry.mechanism == "gredp" else 1.0)

@@ -14,7 +14,7 @@ from erlangen import accounting
 from erlangen.audit.montecarlo import Releaser, Subject, audit_releases
 from erlangen.audit.named import audit_named, default_trials
 from erlangen.audit.neighbours import directions, portfolio
-from erlangen.audit.static import Recipe
+from erlangen.audit.recipes import Recipe
 from erlangen.audit.verdict import CONSISTENT, VIOLATED
 from erlangen.cli.main import app
 from erlangen.mechanisms import Fourier, GaussianMechanism, PublishedGReDP, StreamNoise

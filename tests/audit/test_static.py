@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from erlangen.audit import Subject, audit_registered, static
+from erlangen.audit import Subject, audit_registered, covariance, recipes, static
 from erlangen.audit.flow import adversarial
 from erlangen.audit.verdict import CONSISTENT, corrected, overall
 from erlangen.gradients.registry import registered, registered_by_name
@@ -73,12 +73,12 @@ class Louder(GaussianMechanism):
 def test_noise_that_is_stated_in_two_ways_is_stated_alike():
     def build(kind):
         mechanism = kind(1.0, 0.7)
-        mechanism.bind({"w": torch.zeros(3, 2)}, static.BATCH)
+        mechanism.bind({"w": torch.zeros(3, 2)}, recipes.BATCH)
         return mechanism
 
     shapes = {"w": torch.Size((3, 2))}
-    assert static.audit_covariance(Subject("sound", lambda: build(GaussianMechanism), shapes)).verdict == CONSISTENT
-    found = static.audit_covariance(Subject("louder", lambda: build(Louder), shapes))
+    assert covariance.audit_covariance(Subject("sound", lambda: build(GaussianMechanism), shapes)).verdict == CONSISTENT
+    found = covariance.audit_covariance(Subject("louder", lambda: build(Louder), shapes))
     assert found.verdict == "violated"
     assert "noise_std" in found.reason
 
@@ -98,12 +98,12 @@ class QuietWhenLarge(GaussianMechanism):
 def test_a_large_release_is_as_noisy_as_stated(kind, verdict):
     def build(count):
         mechanism = kind(1.0, 0.7)
-        mechanism.bind({"w": torch.zeros(count), "bias": torch.zeros(3)}, static.BATCH)
+        mechanism.bind({"w": torch.zeros(count), "bias": torch.zeros(3)}, recipes.BATCH)
         return mechanism
 
     small, large = ({"w": torch.Size((count,)), "bias": torch.Size((3,))} for count in (6, 9000))
-    assert static.audit_covariance(Subject("small", lambda: build(6), small)).verdict == CONSISTENT
-    found = static.audit_energy(Subject("large", lambda: build(9000), large))
+    assert covariance.audit_covariance(Subject("small", lambda: build(6), small)).verdict == CONSISTENT
+    found = covariance.audit_energy(Subject("large", lambda: build(9000), large))
     assert found.verdict == verdict
     if verdict == "violated":
         assert "'w' of 9000 coordinates has 0.6" in found.reason

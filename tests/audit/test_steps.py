@@ -10,7 +10,7 @@ from erlangen import lipschitz as lip
 from erlangen.audit import canaries, zoo
 from erlangen.audit.broken import mechanisms as broken_mechanisms
 from erlangen.audit.montecarlo import Subject, audit_releases
-from erlangen.audit.static import Recipe, dense_lipschitz_network
+from erlangen.audit.recipes import Recipe, dense_lipschitz_network
 from erlangen.audit.steps import Step, audit_step, gradients, hostile, strongest
 from erlangen.audit.verdict import CONSISTENT, VIOLATED
 from erlangen.mechanisms import GaussianMechanism, StreamNoise

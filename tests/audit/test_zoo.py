@@ -73,7 +73,7 @@ def test_false_alarms_stay_below_the_stated_rate():
 
 
 def test_a_new_mechanism_that_cannot_be_built_is_not_a_pass():
-    from erlangen.audit.static import recipes
+    from erlangen.audit.recipes import recipes
     from erlangen.mechanisms import base
 
     def broken(context):

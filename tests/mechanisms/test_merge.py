@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from erlangen.audit.static import Recipe, recipes
+from erlangen.audit.recipes import Recipe, recipes
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms import GaussianMechanism, Mechanism, StreamNoise
 from erlangen.mechanisms.clipping import AdaptiveQuantile

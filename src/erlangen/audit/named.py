@@ -15,7 +15,7 @@ from torch import nn
 from erlangen import accounting
 from erlangen.audit.montecarlo import Progress, Subject, audit_releases
 from erlangen.audit.neighbours import Pair, unflatten
-from erlangen.audit.static import Recipe, first_that_builds
+from erlangen.audit.recipes import Recipe, first_that_builds
 from erlangen.audit.verdict import CONFIDENCE, Claim, Finding
 from erlangen.mechanisms import mechanisms
 from erlangen.spelling import hint

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from erlangen.audit.examples import layer_examples
+from erlangen.audit.recipes import Recipe, recipes
 from erlangen.audit.registry import load_all
-from erlangen.audit.static import (
-    Recipe,
-    audit_example,
-    audit_releases_of,
-    audit_rule,
-    audit_sessions_of,
-    recipes,
-)
+from erlangen.audit.static import audit_example, audit_releases_of, audit_rule, audit_sessions_of
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import Finding, corrected, unable
 from erlangen.mechanisms import mechanisms

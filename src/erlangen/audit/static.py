@@ -7,233 +7,33 @@ built or has no example is `inconclusive`, which is not a pass.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from scipy.stats import chi2
-from torch import nn
 
 from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion, audit_draws, built, drawn_by
+from erlangen.audit.covariance import audit_covariance, audit_energy, states_its_covariance
 from erlangen.audit.ensembles import Process, audit_ensemble
 from erlangen.audit.examples import Example, bounded_examples, combinations_of_layers, layer_examples
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
-from erlangen.audit.montecarlo import Releaser, Subject
 from erlangen.audit.prior import audit_normalisation
 from erlangen.audit.randomness import audit_noise, audit_sampler
+from erlangen.audit.recipes import BATCH, ENLARGED, Recipe, recipes, small_network
 from erlangen.audit.registry import defined, load_all, missing
 from erlangen.audit.restarts import audit_restarts, restart_cases
-from erlangen.audit.search import stated_covariance
 from erlangen.audit.sessions import audit_crowds, audit_sessions
-from erlangen.audit.steps import Step, audit_step
+from erlangen.audit.steps import audit_step
 from erlangen.audit.threads import single_threaded
-from erlangen.audit.verdict import CONFIDENCE, Finding, corrected, failed, passed, unable
-from erlangen.mechanisms import ClippingRule, Context, Mechanism, NoiseSource, StreamNoise, make_clipping, mechanisms
+from erlangen.audit.verdict import Finding, corrected, failed, passed, unable
+from erlangen.mechanisms import ClippingRule, Mechanism, NoiseSource, StreamNoise, make_clipping
 from erlangen.mechanisms.clipping import clipping_rules
 from erlangen.mechanisms.companions import companions
 from erlangen.sampling import Sampler, samplers
-
-#: options under which a registered mechanism is audited; a builder may bring its own as an attribute ``audited``
-VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "spectral": ({}, {"order": "clip-first"}, {"as_published": True}),
-    "gredp": ({}, {"as_published": "complex"}, {"as_published": "real"}, {"as_published": "per-sample"}),
-    "geodp": ({}, {"form": "shrink"}, {"form": "angles"}, {"magnitude": "scaled"}, {"as_published": True, "beta": 0.1}),
-    "clipless": ({"loss": 1.0}, {"loss": 1.0, "split": "local"}, {"loss": 1.0, "split": "global"}),
-}
-BATCH = 4.0
-#: coordinates from which on the energy of one release says enough
-LARGE = 8192
-
-
-def small_network() -> nn.Module:
-    """A convolution with a bias and a linear head: 18 parameters, few enough for full covariances."""
-    return nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(4, 2, bias=False))
-
-
-def small_lipschitz_network() -> nn.Module:
-    from erlangen import lipschitz as lip
-
-    first, kernel = lip.BoundedInput((1, 3, 3), 1.0), lip.SpectralConv2d(1, 1, 3, bias=True)
-    return lip.Sequential(first, kernel, lip.Flatten(), lip.SpectralDense(9, 2))
-
-
-def large_network() -> nn.Module:
-    """A convolution and a dense layer of some ten thousand parameters each."""
-    return nn.Sequential(nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(128, 80, bias=False))
-
-
-def large_lipschitz_network() -> nn.Module:
-    from erlangen import lipschitz as lip
-
-    first, kernel = lip.BoundedInput((32, 4, 4), 1.0), lip.SpectralConv2d(32, 32, 3, bias=True)
-    return lip.Sequential(first, kernel, lip.Flatten(), lip.SpectralDense(512, 20))
-
-
-def dense_lipschitz_network() -> nn.Module:
-    """Two dense layers with orthogonal weights: every bound of it is reached by some record."""
-    from erlangen import lipschitz as lip
-
-    return lip.Sequential(lip.BoundedInput((5,), 1.0), lip.SpectralDense(5, 5), lip.SpectralDense(5, 3))
-
-
-NETWORKS: tuple[Callable[[], nn.Module], ...] = (small_network, small_lipschitz_network)
-#: the same kinds of layers, larger
-ENLARGED: Mapping[Callable[[], nn.Module], Callable[[], nn.Module]] = {
-    small_network: large_network, small_lipschitz_network: large_lipschitz_network,
-}  # fmt: skip
-#: networks on which a mechanism that was built on the key is trained, with the shape of their inputs
-TRAINED: Mapping[Callable[[], nn.Module], tuple[tuple[Callable[[], nn.Module], tuple[int, ...]], ...]] = {
-    small_network: ((small_network, (1, 4, 4)),),
-    small_lipschitz_network: ((dense_lipschitz_network, (5,)), (small_lipschitz_network, (1, 3, 3))),
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to build one registered mechanism for an audit, again and again."""
-
-    mechanism: str
-    options: Mapping[str, Any]
-    network: Callable[[], nn.Module] = small_network
-    clipping: str = "flat"
-    bound: float = 0.7
-    sigma: float = 1.0
-    seed: int | None = None
-    batch: float = BATCH
-
-    @property
-    def name(self) -> str:
-        told = ", ".join(f"{k}={v}" for k, v in self.options.items() if k != "loss")
-        rule = "" if self.clipping == "flat" else f", {self.clipping}"
-        return self.mechanism + rule + (f" ({told})" if told else "")
-
-    def build(self) -> Mechanism:
-        torch.manual_seed(0)
-        module = self.network()
-        rule = make_clipping(self.clipping, self.bound)
-        context = Context(self.sigma, rule, StreamNoise(self.seed, "audit"), module, self.batch, dict(self.options))
-        mechanism = mechanisms()[self.mechanism](context)
-        mechanism.bind(dict(module.named_parameters()), self.batch)
-        return mechanism
-
-    def subject(self) -> Subject:
-        return Subject(self.name, self.build, dict(self.build().shapes))
-
-    def steps(self) -> Iterator[Callable[[], Step]]:
-        """The same mechanism in training, on every network that suits it."""
-        for network, shape in TRAINED.get(self.network, ()):
-            yield partial(self._step, network, shape)
-
-    def _step(self, network: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
-        torch.manual_seed(0)
-        return Step(
-            network(), shape, self.mechanism, dict(self.options), sigma=self.sigma, bound=self.bound, clipping=self.clipping,
-            seed=self.seed,
-        )  # fmt: skip
-
-
-def recipes(only: str | None = None, **settings: Any) -> Iterator[Recipe | tuple[str, str]]:
-    """A recipe for every variant of every registered mechanism (or one), or (name, why it could not be built)."""
-    for name, builder in mechanisms().items():
-        if only not in (None, name):
-            continue
-        for options in VARIANTS.get(name, getattr(builder, "audited", ({},))):
-            yield first_that_builds(name, options, **settings)
-
-
-def first_that_builds(name: str, options: Mapping[str, Any], **settings: Any) -> Recipe | tuple[str, str]:
-    reasons = []
-    for network in NETWORKS:
-        recipe = Recipe(name, options, network, **settings)
-        try:
-            recipe.build()
-        except (TypeError, ValueError) as error:
-            reasons.append(str(error))
-            continue
-        return recipe
-    return Recipe(name, options).name, reasons[-1]
-
-
-@single_threaded
-def audit_covariance(subject: Subject, trials: int = 4000) -> Finding:
-    """The released noise against the covariance that the mechanism states: its least eigenvalue, relative to the statement.
-
-    In coordinates where the stated covariance is the identity, the least eigenvalue of a sample covariance of n Gaussian draws
-    in d dimensions is at least (1 − √(d/n) − t/√n)² except with probability e^(−t²/2) (Davidson and Szarek). Directions that
-    are stated to carry no noise must carry nothing at all.
-    """
-    releaser = Releaser(subject)
-    mechanism = releaser.mechanism
-    assert isinstance(mechanism, Mechanism)
-    nobody = {n: torch.zeros(0, *s) for n, s in subject.shapes.items()}
-    scale = mechanism.expected_batch
-    stated = stated_covariance(mechanism)
-    if stated is None:
-        return unable(subject.name, "covariance", "the mechanism states no finite covariance, or too large a one")
-    drawn = releaser.draw(nobody, trials).double() * scale
-    stds = ((torch.as_tensor(mechanism.noise_std(n)), s) for n, s in subject.shapes.items())
-    spread = torch.cat([std.double().cpu().expand(shape).flatten() for std, shape in stds])
-    off = float((spread.square() - stated.diagonal()).abs().max() / stated.diagonal().max().clamp_min(1e-30))
-    if off > 1e-3:  # attacks and denoisers go by it
-        return failed(
-            subject.name, "covariance", f"noise_std and the diagonal of covariance disagree by {off:.2g} of the largest variance"
-        )
-    values, vectors = torch.linalg.eigh(stated)
-    live = values > 1e-9 * values.max()
-    silent = float((drawn @ vectors[:, ~live]).abs().max()) if bool((~live).any()) else 0.0
-    if silent > 1e-4 * math.sqrt(float(values.max())):
-        return failed(
-            subject.name, "covariance", f"a direction stated to be zero is released with size {silent:.3g}", trials
-        )
-    white = drawn @ (vectors[:, live] / values[live].sqrt())
-    least = max(0.0, float(torch.linalg.eigvalsh(white.T @ white / trials)[0]))  # rounding may pass zero
-    d, t = int(live.sum()), math.sqrt(-2 * math.log(1 - CONFIDENCE))
-    limit = max(0.0, 1 - math.sqrt(d / trials) - t / math.sqrt(trials)) ** 2
-    slack = 1 - math.sqrt(d / trials) - math.sqrt(least)
-    p = min(1.0, math.exp(-(max(slack, 0.0) ** 2) * trials / 2))
-    facts = {"least_eigenvalue": least, "limit": limit, "dimension": d}
-    if least < limit:
-        reason = f"some direction has {least:.4g} of the stated noise variance (limit {limit:.4g})"
-        return failed(subject.name, "covariance", reason, trials, facts, p)
-    return passed(subject.name, "covariance", trials, facts, p)
-
-
-@single_threaded
-def audit_energy(subject: Subject, least: int = LARGE) -> Finding:
-    """The noise of one release of a large network: none of its large parameters has less energy than the mechanism states.
-
-    Full covariances are for small networks, and a mechanism may treat large ones otherwise. Σx²/Σs² over the coordinates of a
-    parameter is a mean of squared normals with weights s²: as wide as (Σs²)²/Σs⁴ equal ones, were they independent. A filter
-    leaves a share of the directions silent, so a quarter of that decides.
-    """
-    mechanism = subject.build()
-    assert isinstance(mechanism, Mechanism)
-    nobody = {n: torch.zeros(0, *s) for n, s in subject.shapes.items()}
-    released, worst = mechanism.release(nobody), (1.0, math.inf, "")
-    for name, shape in subject.shapes.items():
-        if shape.numel() >= least:
-            stated = torch.as_tensor(mechanism.noise_std(name)).double().cpu().square().expand(shape)
-            drawn = (released[name].double().cpu() * mechanism.expected_batch).square()
-            ratio, freedom = float(drawn.sum() / stated.sum()), float(stated.sum() ** 2 / stated.square().sum()) / 4
-            worst = min(worst, (float(chi2.cdf(freedom * ratio, freedom)), ratio, name))
-    p, ratio, name = worst
-    facts = {"least_energy": ratio, "parameter": name}
-    if p < 1 - CONFIDENCE:
-        reason = f"{name!r} of {subject.shapes[name].numel()} coordinates has {ratio:.4g} of the stated noise variance"
-        return failed(subject.name, "energy", reason, 1, facts, p)
-    return passed(subject.name, "energy", 1, facts, p)
-
-
-def states_its_covariance(mechanism: Mechanism) -> bool:
-    """Whether what is released is the noised sum itself; others post-process it, or have no guarantee to state."""
-    from erlangen.mechanisms import Clipless, GaussianMechanism, PublishedGeoDP
-
-    return isinstance(mechanism, (GaussianMechanism, Clipless)) and not isinstance(mechanism, PublishedGeoDP)
 
 
 @single_threaded

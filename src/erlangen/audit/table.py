@@ -39,7 +39,7 @@ class Entry:
 
 def training_step(split: str, sigma: float, seed: int) -> tuple[Subject, list[Pair]]:
     """Clipless in the engine: records in, private gradients out, on a network whose bounds some record reaches."""
-    from erlangen.audit.static import dense_lipschitz_network
+    from erlangen.audit.recipes import dense_lipschitz_network
     from erlangen.audit.steps import Step, hostile
 
     def build() -> Step:

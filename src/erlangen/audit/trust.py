@@ -15,7 +15,7 @@ from erlangen.audit.montecarlo import audit_releases
 from erlangen.audit.neighbours import portfolio
 from erlangen.audit.one_run import best_guesses, guess
 from erlangen.audit.randomness import audit_noise, audit_sampler
-from erlangen.audit.static import Recipe
+from erlangen.audit.recipes import Recipe
 from erlangen.audit.verdict import VIOLATED, Finding, gaussian_epsilon
 from erlangen.mechanisms import StreamNoise
 from erlangen.sampling import PoissonSampler

@@ -22,13 +22,14 @@ from erlangen.audit.broken import randomness as draws
 from erlangen.audit.broken import sessions as trainers
 from erlangen.audit.clipping import audit_clipping, audit_constants
 from erlangen.audit.companions import audit_companion
+from erlangen.audit.covariance import audit_covariance, states_its_covariance
 from erlangen.audit.flow import audit_flow
 from erlangen.audit.layers import audit_layer
 from erlangen.audit.montecarlo import Subject, audit_releases
 from erlangen.audit.randomness import audit_noise, audit_sampler
 from erlangen.audit.restarts import audit_restarts
 from erlangen.audit.sessions import audit_sessions
-from erlangen.audit.static import audit_bounds, audit_covariance, states_its_covariance
+from erlangen.audit.static import audit_bounds
 from erlangen.audit.steps import Step, audit_step
 from erlangen.audit.verdict import Finding
 from erlangen.gradients.registry import _RULES, registered
