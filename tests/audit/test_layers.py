@@ -11,7 +11,7 @@ from erlangen.audit.layers import Example, audit_layer, row_maps
 from erlangen.audit.verdict import CONSISTENT, VIOLATED
 from erlangen.gradients import kernels
 from erlangen.gradients.pieces import Dense
-from erlangen.gradients.registry import _RULES, find_rule, registered_by_name
+from erlangen.gradients.registry import _RULES, find_rule, registered, registered_by_name
 
 
 def test_stand_ins_are_served_by_the_rules_they_stand_for():
@@ -39,6 +39,7 @@ def broken(rule, kind=nn.Linear):
 
 @pytest.fixture(autouse=True)
 def _same_registry():
+    registered()  # all families, or those that are loaded in the test would be forgotten with it
     before = dict(_RULES)
     yield
     _RULES.clear()
