@@ -49,6 +49,7 @@ def test_every_cell_got_the_same_number_of_trials_and_the_best_was_taken(finishe
         won = tuning.best(by_cell[row["mechanism"]])
         assert (row["chosen"]["lr"], row["chosen"]["max_grad_norm"]) == (won["lr"], won["max_grad_norm"])
     assert "NOT this choice" in result["covers"]
+    assert "the ε of one run" in result["covers"]
 
 
 def test_finished_cells_are_not_run_again(finished, monkeypatch):
@@ -149,6 +150,7 @@ def test_the_accounted_search_is_covered_whole(tmp_path):
         mine = [t for t in result["trials"] if t["seed"] == seed]
         assert row["accuracies"][seed] == tuning.best(mine)["test"]["test_accuracy"]
     assert "covers the whole search" in result["covers"]
+    assert "the other trials, which are kept for study, are not covered" in result["covers"]
     assert "(RDP)" in comparison_table.text(result)
 
 

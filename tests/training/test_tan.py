@@ -12,6 +12,7 @@ import torch
 
 from erlangen import RowMap
 from erlangen.accounting import compose_runs, epsilon
+from erlangen.accounting.words import upper
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.run import train
 from erlangen.training.session import Session
@@ -33,6 +34,7 @@ def test_the_noise_on_the_mean_gradient_stays_and_the_cost_does_not():
     sigma = large.training.mechanism.noise_multiplier
     assert made.dominance == pytest.approx(d * sigma**2 / (8 * 256))
     assert "not the private run" in made.remarks[0]
+    assert f"each one costs ε = {upper(made.small_epsilon, 3)} by itself" in made.remarks[0]  # never less than it is
 
 
 def test_a_dry_run_takes_no_constants_that_nobody_counts():

@@ -30,6 +30,10 @@ from erlangen.training.session import Session, load_data, require_known
 
 Watch = Callable[[str, int, int], None]
 
+ONE_RUN = (
+    " It is the ε of one run: the seeds of a row, and all rows together, were made from the same records and have spent more "
+    "(erlangen account adds runs up)."
+)
 NOT_TUNED = "No setting was tuned: every mechanism ran with the given options."
 NOT_ACCOUNTED = (
     "Each mechanism's two settings were chosen at each ε by {trials} on held-out training records. The ε of this table "
@@ -38,7 +42,8 @@ NOT_ACCOUNTED = (
 )
 ACCOUNTED = (
     "The ε of this table covers the whole search (repeat and select, RDP): a geometric number of trials of mean {trials}, each "
-    "with a noisy score; the chosen trial's own model counts. Seeded, like every comparison: an experiment, not for release."
+    "with a noisy score; the chosen trial's own model counts, and the other trials, which are kept for study, are not covered. "
+    "Seeded, like every comparison: an experiment, not for release."
 )
 
 
@@ -89,10 +94,10 @@ class Comparison:
 
     def words(self) -> str:
         if not self.trials:
-            return NOT_TUNED
+            return NOT_TUNED + ONE_RUN
         if self.accounted:
-            return ACCOUNTED.format(trials=self.trials)
-        return NOT_ACCOUNTED.format(trials=f"{self.trials} trial{'' if self.trials == 1 else 's'}")
+            return ACCOUNTED.format(trials=self.trials) + ONE_RUN
+        return NOT_ACCOUNTED.format(trials=f"{self.trials} trial{'' if self.trials == 1 else 's'}") + ONE_RUN
 
 
 @dataclass(frozen=True)

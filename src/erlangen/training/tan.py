@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from erlangen.accounting import epsilon
+from erlangen.accounting.words import upper
 from erlangen.data import Dataset
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import write
@@ -50,8 +51,8 @@ class Plan:
     def remarks(self) -> list[str]:
         """What has to be said before anybody uses the prediction."""
         said = [
-            f"the dry run is not the private run: on the same records it costs ε = {_words(self.small_epsilon)} by itself, "
-            f"the run it stands for ε = {_words(self.target_epsilon)}; both count. Use public data of the same kind"
+            f"a dry run is not the private run: on the same records each one costs ε = {_words(self.small_epsilon)} by itself, "
+            f"the run they stand for ε = {_words(self.target_epsilon)}; all of them count. Use public data of the same kind"
         ]
         if self.dominance < SAFE:
             said.append(
@@ -137,4 +138,4 @@ def dry_run(
 
 
 def _words(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "∞"
+    return upper(value, 3) if math.isfinite(value) else "∞"
