@@ -153,6 +153,57 @@ def test_no_lie_survives(certified, document, lie, tmp_path):
     assert check(document, ledger=certified.parent / "ledger.jsonl"), lie
 
 
+OPTIONS = {"delta": 1e-5, "seed": 3, "secure": False, "non_private": True}
+FALSE_WORDS = {
+    "unseeded": lambda d: d.update(randomness=cert.UNSEEDED),
+    "unseeded throughout": lambda d: (d.update(randomness=cert.UNSEEDED), d["config"].update(seed=None)),
+    "secure throughout": lambda d: (d.update(randomness=cert.SECURE), d["config"].update(seed=None, secure=True)),
+    "secure, and no configuration": lambda d: d.update(randomness=cert.SECURE, config=None),
+    "nothing shown": lambda d: (d.update(non_private=[]), d["config"].update(non_private=False)),
+    "something else shown": lambda d: d.update(non_private=["nothing of interest"]),
+    "configuration at another delta": lambda d: d["config"].update(delta=1e-9),
+    "other rate": lambda d: d["sampler"].update(sample_rate=1e-4),
+    "one more epsilon": lambda d: d["guarantee"]["epsilon"].update(best=0.01),
+    "one more promise": lambda d: d["guarantee"].update(pure_epsilon=0.01),
+    "a note": lambda d: d["guarantee"].update(notes=["the true ε is 0.01"]),
+    "no place in the ledger": lambda d: d["ledger"].update(head={}),
+}
+
+
+@pytest.mark.parametrize("words", FALSE_WORDS)
+def test_words_beside_the_numbers_are_held_against_the_ledger(words, tmp_path):
+    """Whoever knows a seed takes the noise off, whatever ε is: the numbers alone are not the promise."""
+    header = {"options": OPTIONS, "non_private": ["train_loss"]}
+    with Ledger.create(tmp_path / "ledger.jsonl", header, data="digits:1", run="r") as ledger:
+        ledger.spend(STEP, 5)
+    facts = {"config": OPTIONS, "non_private": ["train_loss"], "sampler": {"sample_rate": 0.01}, "mechanism": {}}
+    document = cert.build(read_ledger(tmp_path / "ledger.jsonl"), 1e-5, copy.deepcopy(facts))
+    assert check(document, ledger=tmp_path / "ledger.jsonl") == []
+    FALSE_WORDS[words](document)
+    assert check(document, ledger=tmp_path / "ledger.jsonl"), words
+
+
+def test_generous_deltas_are_said(tmp_path):
+    book = read_ledger(run(tmp_path / "r", 5) / "ledger.jsonl")
+    assert any("above 1/1000" in p for p in check(cert.build(book, 0.01, {"data_size": 1000})))
+    said = {"data_size": 1000, "not_covered": ["delta is 0.01, above 1/1000: that allows to publish a record outright"]}
+    assert check(cert.build(book, 0.01, said)) == []
+
+
+def test_a_ledger_that_was_rolled_back_is_noticed(tmp_path):
+    """Both copies cut at a line's end are a valid ledger of fewer releases: what goes on from it would be paid for once too few."""
+    folder = run(tmp_path / "r", 10)
+    path = cert.save(cert.build(read_ledger(folder / "ledger.jsonl"), 1e-5), folder)
+    other = tmp_path / "elsewhere" / "ledger.jsonl"
+    with Ledger.create(other, {"streams": "other"}, data="digits:1", run="r") as ledger:
+        ledger.spend(STEP, 10)
+    for copied in ("ledger.jsonl", "ledger.jsonl.copy"):
+        lines = (folder / copied).read_bytes().splitlines(keepends=True)
+        (folder / copied).write_bytes(b"".join(lines[:2]))
+    assert any("rolled back" in problem for problem in verify(path))
+    assert any("another run's" in problem for problem in verify(path, ledger=other))
+
+
 def test_a_certificate_must_not_lag_behind_its_ledger(tmp_path):
     folder = run(tmp_path / "r", 10)
     path = cert.save(cert.build(read_ledger(folder / "ledger.jsonl"), 1e-5), folder)

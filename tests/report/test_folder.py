@@ -44,6 +44,24 @@ def test_noise_that_is_not_secure_is_said_to_be_so(copy, randomness, said):
     assert said in warning
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s["guarantee"].update(delta=1e-9),
+        lambda s: s["guarantee"].update(unit="patient"),
+        lambda s: s["guarantee"]["epsilon"].update(rdp=0.1),
+        lambda s: s.update(randomness="secure"),
+        lambda s: s.update(non_private=["train_loss"]),
+    ],
+)
+def test_a_summary_that_contradicts_its_certificate_is_not_believed(copy, change):
+    """A page takes ε from the certificate and the words beside it from the summary: both must speak of the same promise."""
+    edit(copy / "summary.json", change)
+    run = read(copy)
+    assert run.epsilon == math.inf
+    assert "in summary.json" in statement(run).sentences[0]
+
+
 def test_an_unfinished_run_is_not_reported_on(copy):
     (copy / "summary.json").unlink()
     with pytest.raises(ReportError, match=r"has not finished.*erlangen ui .*erlangen train --resume"):

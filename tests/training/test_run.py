@@ -202,6 +202,28 @@ def test_a_configuration_that_lost_its_words_is_named_as_the_reason(tmp_path, op
     assert run.resume(folder).summary["steps"] == 8
 
 
+@pytest.mark.parametrize(
+    ("began", "change"),
+    [
+        ({"seed": 3}, {"seed": None}),
+        ({"seed": 3}, {"seed": None, "secure": True}),
+        ({"non_private": True}, {"non_private": False}),
+        ({}, {"delta": 0.3}),
+        ({}, {"data_options": {"normalise": "private"}}),
+    ],
+)
+def test_what_a_certificate_says_of_a_run_holds_from_its_first_step(tmp_path, began, change):
+    """Noise that a seed draws again, losses without noise, another δ, a release that no ledger has: none begins or ends later."""
+    folder = tmp_path / "run"
+    interrupted(folder, 4, dataclasses.replace(SMALL, **began))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ConfigError, match=rf"was changed after the run began: {sorted(change)[0] if len(change) == 1 else 's'}"):
+        run.resume(folder)
+    (folder / "config.json").write_text(json.dumps(values))
+    assert run.resume(folder).summary["steps"] == 8
+
+
 def test_other_data_is_refused(tmp_path):
     rng = np.random.default_rng(0)
     save = lambda: np.savez(  # noqa: E731

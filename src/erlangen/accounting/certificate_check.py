@@ -13,7 +13,7 @@ from . import signing, strict_json
 from .certificate import REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
-from .ledger import LedgerError, Release, copy_path, read_ledger
+from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
 from .ledger_format import Book
 
 MAX_RELEASE_KINDS = 2000
@@ -104,9 +104,12 @@ def _judge(document: Mapping[str, Any], public_key: str | None, ledger: Path | N
         return Verdict(tuple(problems), tuple(notes))
     try:
         book = read_ledger(ledger, single_copy)
+        known = bool(book.notes) or passed_through(ledger, document["ledger"].get("head") or {}, single_copy)
     except (LedgerError, ValueError, OSError) as error:
         return Verdict((*problems, f"ledger: {error}"), tuple(notes))
     notes += [note for note in book.notes if note not in notes]
+    if not known:
+        problems.append("the ledger never stood where the certificate ends: it was rolled back, or is another run's")
     return Verdict((*problems, *_against_ledger(document, releases, book)), tuple(notes))
 
 
@@ -169,13 +172,48 @@ def _consistency(document: Mapping[str, Any], releases: list[tuple[Release, int]
         if release.sample_rate is not None and q is not None and not _close(release.sample_rate, q, 1e-9):
             problems.append(f"release {index}: q = {release.sample_rate}, but its event has {q}")
     units = sorted({release.unit for release, _ in releases})
-    config = document["config"] or {}
-    if document["randomness"] == SECURE and config.get("secure", True) is not True:
-        problems.append(f"randomness = {SECURE!r}, but the run's configuration has secure = {config['secure']!r:.20}")
-    if config.get("non_private") and not document["non_private"]:
-        problems.append("non_private is empty, but the run's configuration turned statistics without a guarantee on")
     if units and document["unit"] != ", ".join(units):
         problems.append(f"unit = {document['unit']!r}, but the releases protect {', '.join(units)!r}")
+    return [*problems, *_randomness(document), *_sampling(document, releases), *_said(document)]
+
+
+def _randomness(document: Mapping[str, Any]) -> list[str]:
+    """What is said of the generators, by all who say something: none may be weaker than the whole."""
+    claimed = document["randomness"]
+    if claimed == REPRODUCIBLE:
+        return []
+    source = claimed.removesuffix(": not for release")
+    wanted = [("config", "seed", None), ("mechanism", "noise_source", source)]
+    if claimed == SECURE:
+        wanted += [("config", "secure", True), ("sampler", "secure", True)]
+    problems = []
+    for part, name, value in wanted:
+        stated = _inside(document, part).get(name, value)
+        if stated != value:
+            problems.append(f"randomness = {claimed!r}, but the {part} has {name} = {stated!r:.40}")
+    return problems
+
+
+def _sampling(document: Mapping[str, Any], releases: list[tuple[Release, int]]) -> list[str]:
+    """The sampler's rate is that of a release."""
+    stated = _inside(document, "sampler").get("sample_rate")
+    rates = [release.sample_rate for release, _ in releases if release.sample_rate is not None]
+    if stated is None or not rates or any(isinstance(stated, (int, float)) and _close(stated, q, 1e-9) for q in rates):
+        return []
+    return [f"the sampler's sample_rate = {stated!r:.40}, but the releases have {', '.join(f'{q:g}' for q in rates[:3])}"]
+
+
+def _said(document: Mapping[str, Any]) -> list[str]:
+    """What has to be said where it is so."""
+    config, delta, problems = document["config"] or {}, document["delta"], []
+    if config.get("non_private") and not document["non_private"]:
+        problems.append("non_private is empty, but the run's configuration turned statistics without a guarantee on")
+    if config.get("delta", delta) not in (delta, None):
+        problems.append(f"delta = {delta}, but the run's configuration has {config['delta']!r:.40}")
+    units = _inside(document, "sampler").get("units", document["data"].get("size"))
+    said = any(isinstance(words, str) and words.startswith("delta is ") for words in document["not_covered"])
+    if isinstance(units, (int, float)) and delta * units > 1 and not said:
+        problems.append(f"delta = {delta} is above 1/{units:g}, and not_covered does not say what that allows")
     return problems
 
 
@@ -196,10 +234,13 @@ def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]])
         true = guarantee(pairs, document["delta"], document["neighbouring"])
     except (ValueError, ArithmeticError, MemoryError, RuntimeError) as error:
         return [f"the guarantee cannot be recomputed: {str(error)[:200]}"]
+    unknown = sorted({*claimed, *_inside(claimed, "epsilon")} - {*true, *true["epsilon"]})
+    if unknown:
+        return [f"the guarantee has a field {unknown[0][:40]!r} that nothing gives"]
     same = document["software"].get("dp-accounting") == software().get("dp-accounting")
     tolerance = _SAME_SOFTWARE if same else _OTHER_SOFTWARE
     problems = []
-    stated = claimed.get("epsilon") if isinstance(claimed.get("epsilon"), dict) else {}
+    stated = _inside(claimed, "epsilon")
     for name in ("pld", "rdp"):
         problems += _compare(f"epsilon ({name.upper()})", stated.get(name, "missing"), true["epsilon"][name], tolerance)
     for name in ("best_epsilon", "gdp_mu"):
@@ -208,6 +249,8 @@ def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]])
         problems.append(f"private = {claimed.get('private')!r}, recomputed {true['private']}")
     if bool(claimed.get("reasons")) == true["private"]:
         problems.append("reasons for a missing guarantee must be given exactly when it is missing")
+    if same and claimed.get("notes") != true["notes"]:
+        problems.append("the guarantee's notes are not those of the accountants")
     rows = claimed.get("attacker")
     if not isinstance(rows, list) or len(rows) != len(true["attacker"]):
         return [*problems, "the attacker's rates are missing"]
@@ -239,7 +282,26 @@ def _against_ledger(document: Mapping[str, Any], releases: list[tuple[Release, i
             problems.append(f"the ledger counts {count} releases of {kinds[key].event!r:.80}, the certificate {listed}")
     if book.data != document["data"].get("fingerprint"):
         problems.append("the data fingerprint is not the ledger's")
+    return [*problems, *_against_options(document, book)]
+
+
+def _against_options(document: Mapping[str, Any], book: Book) -> list[str]:
+    """The options that the run began with, and the statistics that it shows without a guarantee, as its ledger keeps them."""
+    began, shown = (book.header.get(name) for name in ("options", "non_private"))
+    config, problems = document["config"] or {}, []
+    for name, value in began.items() if isinstance(began, Mapping) else ():
+        if name not in config or config[name] != value:
+            problems.append(f"{name} is {config.get(name)!r:.40} in the configuration, and {value!r:.40} in the ledger")
+    for name in shown if isinstance(shown, list) else ():
+        if name not in document["non_private"]:
+            problems.append(f"non_private does not name {name!r:.40}, which the ledger does")
     return problems
+
+
+def _inside(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part that should be an object; nothing where it is none."""
+    part = document.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 def _compare(name: str, stated: Any, true: Any, tolerance: float) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,11 @@ def read_ledger(path: str | os.PathLike[str], single_copy: bool = False) -> Book
         time.sleep(0.05)
         found = _find(Path(path), single_copy)
     return _with_torn(found)[0]
+
+
+def passed_through(path: str | os.PathLike[str], head: Mapping[str, Any], single_copy: bool = False) -> bool:
+    """Whether the ledger at `path` once stood at `head`."""
+    return fmt.passed_through(_find(Path(path), single_copy).good, head)
 
 
 class Ledger:
@@ -222,14 +228,7 @@ class Ledger:
 
     def contains(self, head: dict[str, Any]) -> bool:
         """Whether this ledger passed through `head`: a checkpoint from another run or a rolled-back ledger fails."""
-        parsed = fmt.parse(strict_json.read_bytes(self.path, "ledger"))
-        lines = head.get("lines")
-        return (
-            head.get("run") == self._book.run
-            and isinstance(lines, int)
-            and 1 <= lines <= len(parsed.sums)
-            and parsed.sums[lines - 1] == head.get("sum")
-        )
+        return fmt.passed_through(strict_json.read_bytes(self.path, "ledger"), head)
 
     # --- writing ---
 

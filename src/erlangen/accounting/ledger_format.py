@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,18 @@ def parse(data: bytes) -> Parsed:
         sums.append(book.checksum)
         position = end + 1
     return Parsed(book, data, book is not None, "" if book is not None else "the file is empty", sums)
+
+
+def passed_through(good: bytes, head: Mapping[str, Any]) -> bool:
+    """Whether a ledger of these bytes once stood at `head`; another run's, or one that was rolled back, did not."""
+    parsed, lines = parse(good), head.get("lines")
+    return (
+        parsed.book is not None
+        and head.get("run") == parsed.book.run
+        and isinstance(lines, int)
+        and 1 <= lines <= len(parsed.sums)
+        and parsed.sums[lines - 1] == head.get("sum")
+    )
 
 
 def _line(raw: bytes, book: Book | None, previous: str) -> Book:

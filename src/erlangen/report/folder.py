@@ -125,6 +125,8 @@ def read(folder: Path) -> Run:
         raise ReportError(f"{folder / 'summary.json'} is not the summary of a run")
     summary.setdefault("data", {})
     document, problems = _certificate(folder)
+    if document is not None and not problems:
+        problems = tuple(_contradictions(summary, document))
     return Run(
         folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder)
     )
@@ -155,6 +157,22 @@ def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         return certificate.load(path), problems
     except ValueError:
         return None, problems
+
+
+def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[str]:
+    """What the summary, from which a report takes its words, promises beyond the certificate, from which it takes ε."""
+    told, bare = summary["guarantee"], lambda words: str(words).removesuffix(": not for release")
+    pairs = {
+        "δ": (told.get("delta"), document["delta"]), "the unit": (told.get("unit"), document["unit"]),
+        "randomness": (bare(summary.get("randomness")), bare(document["randomness"])),
+        "non_private": (summary.get("non_private"), document["non_private"]),
+    }  # fmt: skip
+    for method, value in document["guarantee"]["epsilon"].items():
+        stated = told.get("epsilon", {}).get(method)
+        same = value is None or math.isclose(finite_or_inf(stated), finite_or_inf(value), rel_tol=1e-3)
+        pairs[f"ε by {method.upper()}"] = (stated, stated if same else value)
+    unlike = ((what, here, there) for what, (here, there) in pairs.items() if here != there)
+    return [f"{what} is {here!r} in summary.json, and {there!r} in the certificate" for what, here, there in unlike]
 
 
 def history(folder: Path) -> tuple[dict[str, Any], ...]:

@@ -55,6 +55,23 @@ def require_its_releases(config_file: Path, next_release: DpEvent, made: Sequenc
         )
 
 
+def options_of(config: TrainConfig) -> dict[str, Any]:
+    """The options that decide what a run releases and shows, as its ledger keeps them from the beginning."""
+    return {name: value for name, value in without_places(config).items() if name not in NO_RESULT}
+
+
+def require_its_options(config_file: Path, began: Any, config: TrainConfig) -> None:
+    """A run goes on with the options that it began with: its certificate speaks of all of it (who could draw its noise again,
+    what it showed without noise, δ), and releases before training are made once."""
+    now = options_of(config)
+    for name, value in began.items() if isinstance(began, dict) else ():
+        if now.get(name) != value:
+            raise ConfigError(
+                f"{config_file} was changed after the run began: {name} is {now.get(name)!r}, and was {value!r}. Restore it, or "
+                "start a new run"
+            )
+
+
 def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
     """What the owner of the data wants to know before training. Said, never stored: it speaks of private records."""
     for note in dataset.notes:

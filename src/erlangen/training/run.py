@@ -39,8 +39,10 @@ from erlangen.training.folder import (
     absolute,
     append_line,
     open_folder,
+    options_of,
     remark_on,
     require_free,
+    require_its_options,
     require_its_releases,
     stream_id,
     without_places,
@@ -145,12 +147,13 @@ def resume(
         if ledger.book.data != dataset.fingerprint():
             raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs")
         _require_same_units(folder, ledger, dataset)
+        require_its_options(folder / "config.json", ledger.book.header.get("options"), config)
         for note in ledger.damage:
             say(f"the ledger of {folder} was damaged and has been repaired: {note}")
         if "data" in changes:
             stored = TrainConfig.from_file(folder / "config.json")
             write(folder / "config.json", replace(stored, data=config.data).to_json() + "\n")
-        session = _same_session(folder, config, dataset, ledger, workers)
+        session = Session(config, dataset, str(ledger.book.header.get("streams", folder.name)), workers)
         _load_checkpoint(session, folder, ledger, say)
         if session.step_count:
             made = [event for event, _ in ledger.pairs()]
@@ -164,22 +167,6 @@ def resume(
             meet(session, for_good=True)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
-
-
-def _same_session(
-    folder: Path, config: TrainConfig, dataset: Dataset, ledger: Ledger, workers: Workers | None
-) -> Session:
-    """The session of a run; options that do not fit together are those of a file that was changed, if it was."""
-    streams = str(ledger.book.header.get("streams", folder.name))
-    try:
-        return Session(config, dataset, streams, workers)
-    except ValueError as error:
-        if streams == stream_id(config, dataset):
-            raise
-        raise ConfigError(
-            f"{folder / 'config.json'} was changed after the run began, and does not fit together any more: {error}. Restore its "
-            "options (mechanism_options with as_published, …), or start a new run"
-        ) from error
 
 
 def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:
@@ -214,10 +201,15 @@ def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
     return replace(config, **changes)
 
 
+def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
+    """What a run begins with and must go on with."""
+    return {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
+
+
 def _new_ledger(folder: Path, session: Session) -> Ledger:
     return Ledger.create(
         folder / "ledger.jsonl",
-        {"streams": session.run_id, "units": session.units.digest()},
+        _header(session.run_id, session.units, session.config),
         data=session.dataset.fingerprint(),
         run=folder.name,
         unit=session.units.name,
@@ -238,7 +230,7 @@ def _old_ledger(folder: Path, config: TrainConfig, dataset: Dataset, single_copy
             f"the ledger of {folder} is gone, but {left[0]} is there: what it cost cannot be known. Restore ledger.jsonl, or "
             "treat the run as not private (ε = ∞)"
         )
-    header = {"streams": stream_id(config, dataset), "units": Units(len(dataset), dataset.unit).digest()}
+    header = _header(stream_id(config, dataset), Units(len(dataset), dataset.unit), config)
     return Ledger.create(path, header, data=dataset.fingerprint(), run=folder.name, unit=config.unit or "record")
 
 
