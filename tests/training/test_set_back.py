@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from erlangen.accounting import epsilon
 from erlangen.data.base import Dataset
 from erlangen.mechanisms import SecureNoise, StreamNoise
 from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
@@ -182,6 +183,22 @@ def test_an_ensemble_that_is_set_back_draws_other_batches_and_keeps_its_releases
     runs.load_state_dict(state)
     assert runs.releases == 6
     assert not np.array_equal(np.sort(first, -1), np.sort(runs.batches.draw(4)[0], -1))
+
+
+def test_releases_of_another_ensemble_do_not_stand_for_its_own():
+    """Five releases of one and five of another, whose state it goes on from, are ten; the same five twice are five."""
+    runs, others = ensemble(), ensemble()
+    runs.run(5)
+    others.run(5)
+    runs.load_state_dict(others.state_dict())
+    runs.run(3)
+    assert runs.releases == 13
+    assert runs.epsilon(0) == pytest.approx(epsilon([(runs._events[0], 13)], runs.configs[0].delta))
+    others.load_state_dict(runs.state_dict())
+    assert others.releases == 13
+    fresh = ensemble()
+    fresh.load_state_dict(others.state_dict())
+    assert fresh.releases == 13
 
 
 def test_what_an_ensemble_costs_is_settled_when_its_noise_is():

@@ -14,6 +14,7 @@ are padded to a static size; a member that draws more than fits makes the step t
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -117,7 +118,8 @@ class Ensemble:
             check_independence(model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
         self.mechanisms = [self._mechanism(config, model) for config in self.configs]
         self._events = [self.sampler.event(mechanism.event()) for mechanism in self.mechanisms]  # what `family` releases
-        self.releases = 0  # counted before they happen
+        #: releases by whose noise hides them, counted before they happen
+        self._released: dict[str, int] = {}
         self.family = stacked_release(self.mechanisms, self.stack)
         self.rate = self.family.column([c.lr for c in self.configs])
         self.momentum = self.family.column([c.momentum for c in self.configs])
@@ -200,7 +202,7 @@ class Ensemble:
         self.family.forget()
 
     def _run_chunk(self, steps: int) -> None:
-        self.releases += steps  # a chunk that is broken off counts in full
+        self._released[self._own] = self._released.get(self._own, 0) + steps  # a chunk that is broken off counts in full
         self._forget()
         self.steps_taken.fill_(self.step_count)
         torch.manual_seed(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
@@ -297,6 +299,16 @@ class Ensemble:
             "ece": calibration_error(confidence, right),
         }
 
+    @property
+    def releases(self) -> int:
+        """All that were made here, and on the way to the states that were loaded."""
+        return sum(self._released.values())
+
+    @property
+    def _own(self) -> str:
+        """Who releases: equal seeds make equal releases, copies and forks their own. A digest: of the root noise is drawn."""
+        return hashlib.sha256(f"{self._noise.purpose}|{self._noise.root}".encode()).hexdigest()[:16]
+
     def accountant(self, member: int) -> Accountant:
         """The history of one member: as many Poisson-sampled releases of its mechanism as there were steps."""
         accountant = Accountant()
@@ -322,7 +334,7 @@ class Ensemble:
             "flat": self.stack.flat.clone(),
             "family": {n: t.clone() for n, t in self.family.state.items()},
             "noise": self.generator.get_state() if self.seeded else None,
-            "releases": self.releases,
+            "releases": dict(self._released),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,7 +346,8 @@ class Ensemble:
             self.family.state[name].copy_(value)
         if self.seeded and state["noise"] is not None:
             self.generator.set_state(state["noise"].cpu())  # wherever a checkpoint was loaded to
-        self.releases = max(self.releases, int(state["releases"]))  # what was released since stays released
+        for who, count in state["releases"].items():  # what was released here since, or by others before, stays released
+            self._released[who] = max(self._released.get(who, 0), int(count))
         self.batches.skip_to(self.step_count)
 
 
