@@ -1,6 +1,7 @@
 """Nonlinearities, pooling, dropout, restriction and chains: equivariance, export, and the twins that must fail."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -80,6 +81,29 @@ def test_equivariance_and_export(layer: EquivariantModule) -> None:
     x = torch.randn(2, layer.in_type.size, 9, 9)
     assert torch.allclose(plain(x), layer.eval()(x), atol=1e-5)
     assert layer(x).shape[1] == layer.out_type.size
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda m: f"{type(m).__name__}-{m.in_type}")
+def test_in_double_precision_too(layer: EquivariantModule) -> None:
+    """A layer of integers alone has a dtype as well: that of the maps it is used with."""
+    precise = copy.deepcopy(layer).double().eval()
+    precise.check_equivariance(tolerance=1e-12)
+    x = torch.randn(2, layer.in_type.size, 9, 9, dtype=torch.float64)
+    for plain in (precise.export().eval(), export(precise).eval()):
+        assert (plain(x) - precise(x)).abs().max() < 1e-12
+
+
+def test_a_chain_is_held_to_the_bounds_of_its_layers() -> None:
+    torch.manual_seed(0)
+    images, hidden = trivial_fields(C8, 2), regular_fields(C8, 2)
+    conv, pool = SteerableConv2d(images, hidden, 3, padding=1), SpatialMaxPool(hidden, 3)
+    chain = EquivariantSequential(conv, EquivariantSequential(Pointwise(hidden, nn.Mish()), pool), nn.Identity())
+    assert chain.off_grid_bound == pytest.approx(0.1 + 0.1 + pool.off_grid_bound)
+    assert 0.1 < chain.check_equivariance().off_grid < chain.off_grid_bound
+    with pytest.raises(EquivarianceError):
+        chain.check_equivariance(off_grid_tolerance=0.1)
+    beyond = SteerableConv2d(hidden, hidden, 3, padding=1, cutoff=3.0)  # frequencies without a promise
+    assert EquivariantSequential(conv, beyond).off_grid_bound == math.inf
 
 
 def test_restriction_splits_regular_fields() -> None:

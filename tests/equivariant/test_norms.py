@@ -1,5 +1,7 @@
 """Norms: equivariance, per-sample statistics, the moments they promise, and their twins in plain torch."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,10 @@ def test_equivariance_export_and_independence_of_samples(norm: EquivariantGroupN
     assert torch.allclose(export(norm)(x), norm(x), atol=1e-5)
     assert torch.allclose(norm(x)[1:2], norm(x[1:2]), atol=1e-5)  # per-sample statistics
     assert set(norm.init_std()) == {name for name, _ in norm.named_parameters()}
+    precise = copy.deepcopy(norm).double()
+    precise.check_equivariance(tolerance=1e-12)
+    for plain in (precise.export(), export(precise)):
+        assert (plain(x.double()) - precise(x.double())).abs().max() < 1e-12
 
 
 def test_pooled_statistics_and_shared_affine() -> None:

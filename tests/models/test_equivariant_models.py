@@ -1,6 +1,7 @@
 """Equivariant networks: published parameter counts, equivariance end to end, build time, export, ordinary behaviour."""
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -8,11 +9,21 @@ import sys
 import pytest
 import torch
 
-from erlangen.equivariant import EquivarianceError, EquivariantGroupNorm, cyclic, dihedral, export
+from erlangen.equivariant import (
+    EquivarianceError,
+    EquivariantGroupNorm,
+    EquivariantModule,
+    EquivariantSequential,
+    SteerableConv2d,
+    cyclic,
+    dihedral,
+    export,
+)
 from erlangen.equivariant.checks import move_image, smooth_input
 from erlangen.equivariant.plain import FieldNorm, FieldNorms, PreActivation, Scale
 from erlangen.models.equivariant import (
     EquivariantClassifier,
+    EquivariantResidual,
     c8_steerable_cnn,
     c8_tiny,
     d4_resnet9_tuned,
@@ -198,6 +209,20 @@ def test_a_network_is_checked_over_the_group_it_has_before_the_restriction() -> 
     plain.in_type, plain.out_type = first.in_type, first.out_type
     with pytest.raises(EquivarianceError, match=r"SO\(2\)"):
         model.check_equivariance(tolerance=1e-5)
+
+
+@pytest.mark.parametrize("cutoff", [3.0, None])
+def test_every_part_of_a_network_checks_itself(cutoff: float | None) -> None:
+    """Kernels beyond the usual band limit promise nothing off the grid, and neither do the blocks that hold them."""
+    torch.manual_seed(0)
+    model = equivariant_resnet9(layout=(4, 8, 16), group="C8", cutoff=cutoff)
+    parts = {n: m for n, m in model.named_modules() if isinstance(m, (EquivariantModule, EquivariantSequential))}
+    assert {type(part) for part in parts.values()} >= {EquivariantResidual, EquivariantSequential, EquivariantGroupNorm}
+    for name, part in parts.items():
+        report = part.check_equivariance(size=32)
+        holds_convolution = any(isinstance(m, SteerableConv2d) for m in part.modules())
+        assert math.isinf(part.off_grid_bound) == (holds_convolution and cutoff is not None), name
+        assert report.off_grid <= part.off_grid_bound
 
 
 def test_they_are_ordinary_modules() -> None:

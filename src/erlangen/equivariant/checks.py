@@ -131,12 +131,12 @@ def check_equivariance(
     found_out = out_type or getattr(module, "out_type", None)
     if found_in is None or found_out is None:
         raise ValueError(f"{type(module).__name__} has no in_type and out_type; pass both to check_equivariance")
-    parameter = next(module.parameters(), None)
-    dtype, device = (parameter.dtype, parameter.device) if parameter is not None else (torch.float32, "cpu")
+    floating = (t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point())
+    like = next(floating, getattr(module, "like", torch.empty(0)))
     training = module.training
     module.eval()
     try:
-        report = measure(function or module, found_in, found_out, size=size, dtype=dtype, device=device, seed=seed)
+        report = measure(function or module, found_in, found_out, size=size, dtype=like.dtype, device=like.device, seed=seed)
     finally:
         module.train(training)
     if not report.on_grid <= tolerance:

@@ -26,6 +26,7 @@ class ConstantsModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._constants = _Shared()
+        self.like = torch.empty(0)  # of the module's dtype and device, also where it holds neither parameters nor constants
 
     def register_constant(self, name: str, values: np.ndarray | None) -> None:
         """A non-persistent buffer: floating arrays in the default dtype, integers as they are, None for absent."""
@@ -41,6 +42,7 @@ class ConstantsModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ConstantsModule:
         before = {name: getattr(self, name).dtype for name in self._constants}
         super()._apply(fn, recurse)
+        self.like = fn(self.like)
         for name, values in self._constants.items():
             buffer = getattr(self, name)
             if buffer.dtype != before[name]:

@@ -19,6 +19,11 @@ def bound_off_grid(distance: float) -> float:
     return 0.1 * max(1.0, (distance / 2) ** 2)
 
 
+def bound_in_a_row(*layers: nn.Module) -> float:
+    """The bound of layers one after the other: the sum of theirs (`benchmarks/equivariance.py` draws chains)."""
+    return sum(getattr(layer, "off_grid_bound", 0.0) for layer in layers)
+
+
 class Exportable:
     """Knows its plain form; `export` asks for it."""
 

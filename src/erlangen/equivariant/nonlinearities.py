@@ -69,7 +69,7 @@ class NormNonlinearity(EquivariantModule):
     @torch.no_grad()
     def export(self) -> nn.Module:
         """The same on feature maps by 1×1 convolutions; the bias becomes a constant."""
-        bias = torch.zeros(len(self.in_type), device=self.field_of.device) if self.bias is None else self.bias.clone()
+        bias = self.like.new_zeros(len(self.in_type)) if self.bias is None else self.bias.clone()
         belongs = members(self.field_of, len(self.in_type), bias)
         return NormGate(belongs, bias, self.eps, self.function == "relu").train(self.training)
 
@@ -100,8 +100,7 @@ class GatedNonlinearity(EquivariantModule):
         return values * torch.sigmoid(gates).index_select(1, self.field_of)
 
     def export(self) -> nn.Module:
-        like = torch.empty((), device=self.field_of.device)
-        return Gate(members(self.field_of, len(self.out_type), like)).train(self.training)
+        return Gate(members(self.field_of, len(self.out_type), self.like)).train(self.training)
 
 
 class FourierNonlinearity(EquivariantModule):

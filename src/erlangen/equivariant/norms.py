@@ -85,7 +85,7 @@ class EquivariantGroupNorm(EquivariantModule):
         channels = self.in_type.size
         groups = self.groups * (self.field_size if self.per_element else 1)
         norm = nn.GroupNorm(groups, channels, self.eps, affine=self.weight is not None)
-        order = torch.arange(channels)
+        order = torch.arange(channels, device=self.like.device)
         if self.per_element:
             order = order.view(self.groups, -1, self.field_size).transpose(1, 2).reshape(-1)
         weight, bias = self.dense_affine()
@@ -95,7 +95,8 @@ class EquivariantGroupNorm(EquivariantModule):
             norm.bias.copy_(bias[order])
         if not self.per_element:
             return norm.train(self.training)
-        return nn.Sequential(permutation_conv(order), norm, permutation_conv(order.argsort())).train(self.training)
+        there, back = (permutation_conv(o, self.like) for o in (order, order.argsort()))
+        return nn.Sequential(there, norm, back).train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.in_type}, groups={self.groups}, per_element={self.per_element}, eps={self.eps}"

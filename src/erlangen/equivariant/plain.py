@@ -19,9 +19,9 @@ def pointwise_conv(matrix: Tensor) -> nn.Conv2d:
     return conv.requires_grad_(False)
 
 
-def permutation_conv(order: Tensor) -> nn.Conv2d:
+def permutation_conv(order: Tensor, like: Tensor) -> nn.Conv2d:
     """A 1×1 convolution whose output channel c is input channel ``order[c]``."""
-    return pointwise_conv(torch.eye(len(order), device=order.device)[order])
+    return pointwise_conv(torch.eye(len(order)).to(like)[order])
 
 
 def members(field_of: Tensor, fields: int, like: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ class GroupPool(EquivariantModule):
 
     def export(self) -> nn.Module:
         if self.mode == "norm":
-            like = torch.empty((), device=self.field_of.device)
-            return FieldNorms(members(self.field_of, len(self.in_type), like), self.eps)
+            return FieldNorms(members(self.field_of, len(self.in_type), self.like), self.eps)
         size = self.in_type.distinct[0].size
         pool: nn.Module = nn.MaxPool3d((size, 1, 1)) if self.mode == "max" else nn.AvgPool3d((size, 1, 1))
         return nn.Sequential(nn.Unflatten(1, (len(self.in_type), size)), pool, nn.Flatten(1, 2))
@@ -92,5 +91,4 @@ class FieldDropout(EquivariantModule):
         return x * keep.index_select(1, self.field_of).view(*x.shape[:2], *(1,) * (x.dim() - 2))
 
     def export(self) -> nn.Module:
-        like = torch.empty((), device=self.field_of.device)
-        return DropFields(members(self.field_of, len(self.in_type), like), self.p).train(self.training)
+        return DropFields(members(self.field_of, len(self.in_type), self.like), self.p).train(self.training)

@@ -65,7 +65,7 @@ class Restrict(EquivariantModule):
         return _Reordered.apply(x, self.order, self.inverse)
 
     def export(self) -> nn.Module:
-        return permutation_conv(self.order)
+        return permutation_conv(self.order, self.like)
 
 
 def _restrict_field(rho: Representation, subgroup: Group) -> tuple[list[Representation], np.ndarray]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from erlangen.equivariant.checks import EquivarianceReport, check_equivariance
 from erlangen.equivariant.fields import FieldType
-from erlangen.equivariant.module import EquivariantModule, Exportable, export
+from erlangen.equivariant.module import EquivariantModule, Exportable, bound_in_a_row, export
 
 
 class EquivariantSequential(nn.Sequential, Exportable):
@@ -31,13 +31,15 @@ class EquivariantSequential(nn.Sequential, Exportable):
                 raise ValueError(f"layer {before} gives {first.out_type} but layer {after} takes {second.in_type}")
         self.in_type = typed[0][1].in_type
         self.out_type = typed[-1][1].out_type
+        self.off_grid_bound = bound_in_a_row(*self)
 
     def export(self) -> nn.Sequential:
         """``nn.Sequential`` of the exported layers."""
         return nn.Sequential(*(export(layer) for layer in self)).train(self.training)
 
     def check_equivariance(
-        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float = 0.1
+        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
     ) -> EquivarianceReport:
-        """Compare f(g·x) with g·f(x) over the group of the output."""
-        return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=off_grid_tolerance)
+        """Compare f(g·x) with g·f(x) over the group of the output; off the grid to the sum of the layers' bounds."""
+        bound = self.off_grid_bound if off_grid_tolerance is None else off_grid_tolerance
+        return check_equivariance(self, size=size, tolerance=tolerance, off_grid_tolerance=bound)

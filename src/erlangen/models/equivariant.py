@@ -36,7 +36,7 @@ from erlangen.equivariant import (
     spectral,
     trivial_fields,
 )
-from erlangen.equivariant.module import Exportable
+from erlangen.equivariant.module import Exportable, bound_in_a_row
 from erlangen.equivariant.plain import PreActivation, Scale
 from erlangen.models.resnet import Residual
 
@@ -109,6 +109,7 @@ class EquivariantResidual(EquivariantModule):
             raise ValueError(f"a residual body must keep its type, got {body.in_type} → {body.out_type}")
         self.body = body
         self.scale_norm = scale_norm if scale_norm is not None else nn.Identity()
+        self.off_grid_bound = bound_in_a_row(self.body, self.scale_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale_norm(x + self.body(x))
@@ -162,11 +163,11 @@ class EquivariantClassifier(nn.Module, Exportable):
         return nn.Sequential(layers).train(self.training)
 
     def check_equivariance(
-        self, size: int = 32, tolerance: float = 1e-5, off_grid_tolerance: float = math.inf
+        self, size: int = 32, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
     ) -> EquivarianceReport:
         """Check the feature maps before a restriction over the whole group, and the last one over the subgroup.
 
-        Angles off the grid are measured, with no bound by default. The worst of both is returned.
+        Angles off the grid are held to the bounds of the layers, where they have one. The worst of both is returned.
         """
         layers = list(self.features)
         cut = next((k for k, layer in enumerate(layers) if isinstance(layer, Restrict)), len(layers))
@@ -199,7 +200,7 @@ def equivariant_resnet9(
     frequency: int = 3,
     input_scale: float = 1.0,
 ) -> EquivariantClassifier:
-    """Equivariant-ResNet-9; the defaults are the paper's network (D4, layout (16, 32, 64), 254 thousand parameters).
+    """Equivariant-ResNet-9; the defaults are the paper's network (D4, layout (16, 32, 64), 253 thousand parameters).
 
     ``layout`` gives the channels of the plain network it replaces; the number of fields is ⌊c·√(1.5|G|)/|G|⌋, or
     ``field_counts``. With ``restriction`` the last block (its convolution and residual) works in the subgroup of half
@@ -271,6 +272,7 @@ class EquivariantWideBlock(EquivariantModule):
         self.conv2 = style.conv(out_type, out_type)
         self.shortcut = style.conv(in_type, out_type, 1) if in_type != out_type or halve else None
         self.pool = SpatialAvgPool(out_type, 2) if halve else nn.Identity()
+        self.off_grid_bound = bound_in_a_row(*self.children())
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.enter(x)
