@@ -187,3 +187,20 @@ def test_trials_on_a_split(cell: str, row: str) -> None:
     trials = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "tune-eq-tuned.json").read_text())["trials"]
     found = {r["lr"]: f"{100 * r['heldout_accuracy']:.2f}" for r in trials if r["cell"] == cell}
     assert f"| {row} | {found[2.0]} | {found.get(3.0, '–')}" in page("cifar.md")
+
+
+BALANCE = {
+    "escnn^0.5": "`escnn`, `power=0.5`", "escnn": "`escnn`", "paper^0.5": "`paper`, `power=0.5`", "paper": "`paper`",
+    "balanced": "`balanced`",
+    "own scales^0.5": "√ of the scales of these very gradients (the least possible)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", BALANCE)
+def test_where_the_noise_goes(metric: str) -> None:
+    cells = []
+    for name, looks in (("c8-cnn", (0, 100, 400)), ("eq-resnet9-tuned", (0,)), ("lenet", (0, 400))):
+        file = FOLDER.parents[1] / "benchmarks" / "results" / f"balance-{name}.json"
+        found = json.loads(file.read_text())["steps"]
+        cells += [f"{found[str(look)][metric]['noise_energy']:.2f}" for look in looks]
+    assert f"| {BALANCE[metric]} | {' | '.join(cells)} |" in (FOLDER.parent / "methods" / "rep.md").read_text()

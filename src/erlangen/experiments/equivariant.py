@@ -243,6 +243,7 @@ _add(
         Cell("mixed views", _trial(270, 6.0, augment="flip-crop-mix")),
         Cell("8 mixed views", _trial(270, 6.0, views=8, augment="flip-crop-mix")),
         Cell("400 steps at σ = 7.2", _trial(400, 7.2)),
+        Cell("balanced noise", _trial(270, 6.0, mechanism="rep", mechanism_options={"metric": "balanced"})),
     ],
     "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3, beside=True,
 )  # fmt: skip

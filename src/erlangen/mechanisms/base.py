@@ -161,6 +161,8 @@ class Context:
     module: nn.Module
     expected_batch: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: of one record, where it is known
+    input_shape: tuple[int, ...] | None = None
 
 
 Builder = Callable[[Context], Mechanism]

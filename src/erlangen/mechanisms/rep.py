@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from erlangen.mechanisms.balanced import balanced_scales, with_equal_signal
 from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
 from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.geometry import Diagonal
@@ -30,6 +31,7 @@ from erlangen.streams import Stream
 METRICS = {"escnn": "init_std", "paper": "paper_metric"}
 
 Metric = dict[str, Tensor]
+OPTIONS = ("metric", "power", "input_shape")
 
 
 def initial_scales(module: nn.Module, metric: str = "escnn") -> Metric:
@@ -39,7 +41,7 @@ def initial_scales(module: nn.Module, metric: str = "escnn") -> Metric:
     weights of linear maps and convolutions, 1 for biases, embeddings and the affine part of norms.
     """
     if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; choose one of {', '.join(sorted(METRICS))}, or give tensors by name")
+        raise ValueError(f"metric is {metric!r}; choose one of balanced, {', '.join(sorted(METRICS))}, or give tensors by name")
     scales: Metric = {}
     for name, owner, local, parameter in _places(module):
         own = getattr(owner, METRICS[metric], None)
@@ -166,19 +168,27 @@ class Aligned(GaussianMechanism):
         return {**super().describe(), **self.facts}
 
 
-def aligned_metric(module: nn.Module, options: Mapping[str, Any]) -> tuple[Metric, dict[str, Any]]:
+def aligned_metric(
+    module: nn.Module, options: Mapping[str, Any], input_shape: tuple[int, ...] | None = None
+) -> tuple[Metric, dict[str, Any]]:
     """M from the options ``metric`` and ``power``, and plain facts about it."""
     chosen, power = options.get("metric", "escnn"), float(options.get("power", 1.0))
     custom = not isinstance(chosen, str)
+    if chosen == "balanced":
+        shape = options.get("input_shape", input_shape)
+        if shape is None:
+            raise ValueError("metric 'balanced' needs the shape of one record: mechanism_options={'input_shape': (3, 32, 32), …}")
+        scales = balanced_scales(module, tuple(shape), structural_metric(module))
+        return with_equal_signal(scales, power), {"metric": chosen, "power": power}
     scales = custom_metric(module, chosen) if custom else structural_metric(module, chosen)
     return normalised(scales, power), {"metric": "given by the caller" if custom else chosen, "power": power}
 
 
 @register_mechanism("rep")
 def rep(context: Context) -> Mechanism:
-    """Options: metric ('escnn', 'paper', or tensors by parameter name), power (M^p)."""
-    known_options("rep", context.options, ("metric", "power"))
-    return Aligned(context, *aligned_metric(context.module, context.options), "rep")
+    """Options: metric ('escnn', 'paper', 'balanced', or tensors by parameter name), power (M^p), input_shape (for 'balanced')."""
+    known_options("rep", context.options, OPTIONS)
+    return Aligned(context, *aligned_metric(context.module, context.options, context.input_shape), "rep")
 
 
 @register_mechanism("shuffle")
@@ -187,8 +197,8 @@ def shuffle(context: Context) -> Mechanism:
 
     The initial weights are those of the unshuffled M: the network is built before the mechanism and does not know.
     """
-    known_options("shuffle", context.options, ("metric", "power", "seed", "scope"))
-    metric, facts = aligned_metric(context.module, context.options)
+    known_options("shuffle", context.options, (*OPTIONS, "seed", "scope"))
+    metric, facts = aligned_metric(context.module, context.options, context.input_shape)
     seed, scope = int(context.options.get("seed", 0)), context.options.get("scope", "global")
     mixed = shuffled(metric, convolution_weights(context.module), seed, scope)
     return Aligned(context, mixed, {**facts, "shuffle_scope": scope, "shuffle_seed": seed}, "shuffle")

@@ -44,8 +44,8 @@ def mechanism_of(run: Run, model: nn.Module) -> Mechanism:
     """The run's mechanism, bound to its network. Without noise (σ = 0) the shape is that of σ = 1."""
     config, sigma = run.config, float(run.guarantee["mechanism"].get("noise_multiplier") or 0.0)
     rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
-    batch = float(config.batch or 1.0)
-    context = Context(sigma or 1.0, rule, StreamNoise(0), model, batch, config.mechanism_options)
+    batch, shape = float(config.batch or 1.0), tuple(run.summary["data"].get("input_shape") or ()) or None
+    context = Context(sigma or 1.0, rule, StreamNoise(0), model, batch, config.mechanism_options, shape)
     mechanism = make_mechanism(config.mechanism, context)
     mechanism.bind({n: p for n, p in model.named_parameters() if p.requires_grad}, batch)
     return mechanism

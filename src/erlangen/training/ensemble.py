@@ -133,7 +133,8 @@ class Ensemble:
         rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
         assert config.noise_multiplier is not None
         context = Context(
-            config.noise_multiplier, rule, StreamNoise(config.seed), model, config.batch, config.mechanism_options
+            config.noise_multiplier, rule, StreamNoise(config.seed), model, config.batch, config.mechanism_options,
+            self.dataset.input_shape,
         )
         mechanism = make_mechanism(config.mechanism, context)
         mechanism.bind({n: p for n, p in model.named_parameters() if p.requires_grad}, config.batch)

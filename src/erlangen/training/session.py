@@ -174,7 +174,7 @@ class Session:
         noise = SecureNoise() if config.secure else StreamNoise(config.seed, self.run_id)
         rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
         sigma = 1.0 if config.noise_multiplier is None else config.noise_multiplier
-        context = Context(sigma, rule, noise, self.model, config.batch, config.mechanism_options)
+        context = Context(sigma, rule, noise, self.model, config.batch, config.mechanism_options, self.dataset.input_shape)
         return make_mechanism(config.mechanism, context)
 
     def _private(self) -> PrivateTraining:
