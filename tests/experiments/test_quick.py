@@ -113,6 +113,14 @@ def test_quick_runs_on_a_bare_machine_and_says_what_it_is(nothing_here, tmp_path
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
 
 
+def test_a_table_can_begin_with_another_seed(nothing_here, tmp_path):
+    seeds = ("--first-seed", "3", "--seeds", "2")
+    done = reproduce("geodp-fig5", "--quick", "--only", "B=256 direction", *seeds, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.stderr
+    assert {path.name.rpartition("-")[2] for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"seed3", "seed4"}
+    assert reproduce("geodp-fig5", "--first-seed", "-1").exit_code == 2
+
+
 def test_parts_of_a_table_do_not_share_a_folder(nothing_here, tmp_path, monkeypatch):
     """Both halves of Table 1 have a cell "Equivariant-ResNet-9 ε=2": in one folder the second would take the first's result."""
 

@@ -128,7 +128,7 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool,
     folder = out or Path("runs") / (f"{part.name}-quick" if quick else part.name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        result = _first_look(part, folder, as_json) if quick else _run(part, folder, as_json, jobs, first)
+        result = _first_look(part, folder, as_json, first) if quick else _run(part, folder, as_json, jobs, first)
     except (KeyboardInterrupt, Interrupted):
         typer.echo(f"What is finished is kept in {folder}; the same command goes on from there.", err=True)
         raise KeyboardInterrupt from None
@@ -148,12 +148,12 @@ def _run(chosen: Any, folder: Path, quiet: bool, jobs: int = 1, first: int = 0) 
         return run_preset(chosen, folder, first, watch=lambda *_: progress.advance(task), workers=jobs)
 
 
-def _first_look(chosen: Any, folder: Path, quiet: bool) -> dict[str, Any]:
+def _first_look(chosen: Any, folder: Path, quiet: bool, first: int) -> dict[str, Any]:
     """A quick run, on made-up images where the data is not at hand; the result says both."""
     from erlangen.experiments.quick import said, stand_ins
 
     with stand_ins() as used:
-        result = _run(chosen, folder, quiet)
+        result = _run(chosen, folder, quiet, first=first)
     result["quick"], result["stand_ins"] = True, sorted(used)
     result["note"] = ". ".join(filter(None, (result["note"], said(used))))
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
