@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from scipy.stats import t
 
 from erlangen.experiments.geodp import ROWS_2, ROWS_3
 from erlangen.experiments.gredp import NETWORKS, TABLE_2, Network
@@ -235,6 +236,31 @@ def test_gredp_batch_sizes_and_learning_rates(method: str) -> None:
 
 
 # -- GeoDP: figures -------------------------------------------------------------------------------------------------
+
+
+FIRST = {"DP-SGD": 33.38, "Spectral-DP": 68.78, "GReDP": 78.37, "GReDP as published": 78.37}  # of the paper, "at the beginning"
+
+
+def welch(ours: list[float], others: list[float]) -> str:
+    parts = [(stdev(values) ** 2 / len(values), len(values) - 1) for values in (ours, others)]
+    error = sum(part for part, _ in parts)
+    freedom = error**2 / sum(part**2 / count for part, count in parts)
+    return f"{fmean(ours) - fmean(others):+.2f} ± {t.ppf(0.975, freedom) * error**0.5:.2f}"
+
+
+@pytest.mark.parametrize("method", ["DP-SGD", "Spectral-DP", "GReDP", "GReDP as published", "AUTO-S", "DP-SGD without momentum"])
+def test_gredp_along_training(method: str) -> None:
+    cells = content("gredp-fig3-lenet.json")["cells"]
+    runs = cells[method]
+    assert [[point["step"] for point in run["curve"]] for run in runs] == [list(range(120, 1201, 120))] * 3
+    ends = {name: [100 * run["curve"][-1]["test_accuracy"] for run in found] for name, found in cells.items()}
+    first = {run["seed"]: 100 * run["curve"][0]["test_accuracy"] for run in runs}
+    claim = ", claimed 2" if method.endswith("published") else ""
+    assert lines("gredp.md").count([
+        method, f"{runs[0]['curve'][0]['epsilon']:.2f}", spread(first, 1), f"{FIRST[method]:.2f}" if method in FIRST else "–",
+        f"{runs[0]['epsilon']['pld']:.2f} / {runs[0]['epsilon']['rdp']:.2f}{claim}", spread(dict(enumerate(ends[method]))),
+        "–" if method == "DP-SGD" else welch(ends[method], ends["DP-SGD"]),
+    ]) == 1  # fmt: skip
 
 
 def short(value: float) -> str:
