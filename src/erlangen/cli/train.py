@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from erlangen.accounting.words import upper
 from erlangen.cli.data import CHANNELS, IMAGE_SIZE, SKIP_BAD, UNIT_CSV, UNIT_PATTERN, WHITE, data_options
 from erlangen.cli.manners import Misuse
 from erlangen.cli.settings import assigned, assignment
@@ -233,7 +234,7 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
         images = steps * session.config.batch * len(session.dataset) / session.units.count  # a patient may have several
         note = f"{images / max(1e-9, seconds):,.0f} images/s" if steps else ""
         if not quiet:
-            note = f"ε {spent.of(session, metrics):.2f}  " + note
+            note = f"ε {upper(spent.of(session, metrics), 3)}  " + note
         if "test_accuracy" in metrics:
             note = f"test {metrics['test_accuracy']:.1%}  " + note
         progress.update(task, completed=session.step_count, total=session.config.steps, note=note)

@@ -10,6 +10,7 @@ from torch import nn
 from erlangen.accounting import events
 from erlangen.accounting.attacker import tradeoff
 from erlangen.accounting.epsilon import AccountingError
+from erlangen.accounting.words import upper
 from erlangen.lipschitz.bounds import lipschitz_constant
 from erlangen.lipschitz.radius import certified_radius, is_certifiable
 from erlangen.report import measures
@@ -40,7 +41,7 @@ def training_curves(run: Run) -> Chart | None:
     last = rows[-1]
     ends = f"after {last['step']} steps: " + ", ".join(
         ([f"accuracy {scored[-1]['test_accuracy']:.1%}"] if scored else [])
-        + ([f"ε = {spent[-1]['epsilon']:.3g}"] if spent else ["no finite ε"])
+        + ([f"ε = {upper(spent[-1]['epsilon'], 3)}"] if spent else ["no finite ε"])
     )
     used_axis = Axis("ε spent", span=None)
     what = "The privacy spent so far; without a public test set there is no accuracy to show."
@@ -73,7 +74,7 @@ def spending(run: Run) -> Chart | None:
         "Accuracy against ε",
         "The same run, read as what it paid for what it got: each point is the model after more steps. A run planned for a "
         "smaller ε from the start would use more noise and other settings; give several runs to see that trade-off.",
-        f"Accuracy rises from {y[0]:.1%} at ε = {x[0]:.3g} to {y[-1]:.1%} at ε = {x[-1]:.3g}.",
+        f"Accuracy rises from {y[0]:.1%} at ε = {upper(x[0], 3)} to {y[-1]:.1%} at ε = {upper(x[-1], 3)}.",
         Axis(f"ε spent (δ = {small(run.delta)})"),
         ACCURACY,
         (Series(run.name, x, y, colour="c0"),),

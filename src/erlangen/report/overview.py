@@ -8,6 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from erlangen.accounting.words import upper
 from erlangen.report.chart import Axis, Chart, Series, floats, plain, small
 from erlangen.report.folder import Run
 from erlangen.report.measures import pareto
@@ -92,8 +93,8 @@ def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
         "Each point is the mean over runs that differ by their seed alone; whiskers are ± one standard deviation over those "
         "runs. ε is the true one, recomputed from what was released. The dashed line is the Pareto front: no setting here is "
         f"both more private and more accurate.{note}",
-        f"The front goes from {front[0].mean:.1%} at ε = {front[0].epsilon:.3g} ({front[0].method}) to {best.mean:.1%} at "
-        f"ε = {best.epsilon:.3g} ({best.method}).",
+        f"The front goes from {front[0].mean:.1%} at ε = {upper(front[0].epsilon, 3)} ({front[0].method}) to {best.mean:.1%} at "
+        f"ε = {upper(best.epsilon, 3)} ({best.method}).",
         epsilon_axis(private[0].epsilon, private[-1].epsilon),
         Axis("accuracy on the public test set", percent=True),
         tuple(series),

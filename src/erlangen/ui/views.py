@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from erlangen.accounting.words import upper
 from erlangen.report import charts, interactive, overview
 from erlangen.report.chart import Axis, Chart, Heat, Series, floats
 from erlangen.report.folder import Run, finite_or_inf
@@ -73,7 +74,7 @@ def progress(chosen: Sequence[Seen]) -> Chart | None:
         "Accuracy against the ε spent so far",
         "Each line is one run from its first evaluation to its last; dashed lines are still training. Accuracy is that on the "
         "public test set.",
-        f"{len(series)} run(s); the highest last accuracy is {best.y[-1]:.1%} at ε = {best.x[-1]:.3g} ({best.name}).",
+        f"{len(series)} run(s); the highest last accuracy is {best.y[-1]:.1%} at ε = {upper(best.x[-1], 3)} ({best.name}).",
         Axis("ε spent"),
         charts.ACCURACY,
         tuple(series),
