@@ -204,3 +204,18 @@ def test_where_the_noise_goes(metric: str) -> None:
         found = json.loads(file.read_text())["steps"]
         cells += [f"{found[str(look)][metric]['noise_energy']:.2f}" for look in looks]
     assert f"| {BALANCE[metric]} | {' | '.join(cells)} |" in (FOLDER.parent / "methods" / "rep.md").read_text()
+
+
+@pytest.mark.parametrize(("mechanism", "row"), [
+    ("iso", "ISO"), ("rep", "REP, M"), (HALF, "REP, M^½"), ("rep:balanced", "REP, `balanced`"),
+])  # fmt: skip
+def test_the_small_case(mechanism: str, row: str) -> None:
+    found = content("rep-digits.json")
+    by = {m: {r["seed"]: 100 * r["test_accuracy"] for r in found["runs"] if r["mechanism"] == m} for m in (mechanism, "iso")}
+    trials = [(r["lr"], r["test_accuracy"]) for r in found["tuning"] if r["mechanism"] == mechanism]
+    best = max(dict(trials), key=lambda lr: fmean(a for rate, a in trials if rate == lr))
+    assert {r["lr"] for r in found["runs"] if r["mechanism"] == mechanism} == {best}
+    values = by[mechanism].values()
+    gap = "–" if mechanism == "iso" else paired(by[mechanism], by["iso"])
+    cells = [row, str(best), f"{fmean(values):.2f} ± {stdev(values):.2f}", gap]
+    assert f"| {' | '.join(cells)} |" in (FOLDER.parent / "methods" / "rep.md").read_text().replace("−", "-")
