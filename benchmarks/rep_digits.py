@@ -9,7 +9,6 @@ set is read once. Runs of one seed start from the same weights and draw the same
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -19,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import numpy as np
 import torch
 from rich.progress import track
+from tune import split
 
 from erlangen.data import Dataset, load
 from erlangen.training.config import TrainConfig
@@ -44,14 +43,6 @@ def config(method: str, lr: float, seed: int, steps: int) -> TrainConfig:
     )  # fmt: skip
 
 
-def split(data: Dataset) -> Dataset:
-    """The training set without some records, which stand in for the test set."""
-    order = np.random.default_rng(0).permutation(len(data))
-    kept, held = order[HELD_OUT:], order[:HELD_OUT]
-    x, y = data.x_train, data.y_train
-    return dataclasses.replace(data, x_train=x[kept], y_train=y[kept], x_test=x[held], y_test=y[held])
-
-
 def trained(what: str, cells: list[tuple[str, float, int]], data: Dataset, steps: int) -> list[dict[str, Any]]:
     rows = []
     for method, lr, seed in track(cells, what):
@@ -70,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     data = load("rotated_digits")
     grid = list(itertools.product(METHODS, RATES, (1000, 1001)))
-    trials = trained("trials on held-out images", grid, split(data), options.steps)
+    trials = trained("trials on held-out images", grid, split(data, HELD_OUT), options.steps)
 
     def held_out(method: str, lr: float) -> float:
         return statistics.fmean(r["test_accuracy"] for r in trials if (r["mechanism"], r["lr"]) == (method, lr))

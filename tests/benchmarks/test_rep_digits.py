@@ -29,7 +29,7 @@ def test_rates_are_chosen_on_held_out_images_and_runs_are_paired(tmp_path, monke
 
 def test_held_out_images_are_not_trained_on():
     data = digits.load("rotated_digits")
-    part = digits.split(data)
+    part = digits.split(data, digits.HELD_OUT)
     assert len(part) == len(data) - digits.HELD_OUT
     seen = {row.tobytes() for row in part.x_train}
     assert sum(row.tobytes() in seen for row in part.x_test) == 0
