@@ -123,12 +123,17 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "shape", "said"), [
-    (net, None, "the shape of one record"), (net, (3, 8, 8), r"made-up inputs of shape \(3, 8, 8\)"),
+    (net, None, "the shape of one record"), (net, 8, "input_shape is 8"), (net, (3, 8, 8), r"made-up inputs of shape \(3, 8, 8\)"),
     (Remembers, SHAPE, "buffer 'seen'"), (lambda: nn.Sequential(nn.Embedding(5, 3)), (4,), "made-up inputs"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_cure(module, shape, said):
     with pytest.raises(ValueError, match=said):
         aligned_metric(module(), {"metric": "balanced"}, shape)
+
+
+def test_an_exponent_must_be_finite():
+    with pytest.raises(ValueError, match="power is inf"):
+        balanced(net(), power=float("inf"))
 
 
 def test_a_parameter_that_gets_no_gradient_does_not_lose_its_noise():

@@ -88,10 +88,15 @@ def _he_scale(owner: nn.Module, local: str, parameter: Tensor) -> float | Tensor
     return math.prod(parameter.shape[1:]) ** -0.5
 
 
-def normalised(scales: Mapping[str, Tensor], power: float = 1.0) -> Metric:
-    """m^power with geometric mean 1, so that C compares with ISO: M → cM with C → C/c is the same mechanism."""
+def finite(power: float) -> float:
     if not math.isfinite(power):
         raise ValueError(f"power is {power}; M^p needs a finite exponent")
+    return power
+
+
+def normalised(scales: Mapping[str, Tensor], power: float = 1.0) -> Metric:
+    """m^power with geometric mean 1, so that C compares with ISO: M → cM with C → C/c is the same mechanism."""
+    finite(power)
     logs = {name: power * t.double().log() for name, t in scales.items()}
     count = sum(t.numel() for t in logs.values())
     centre = sum(float(t.sum()) for t in logs.values()) / max(count, 1)
@@ -172,12 +177,15 @@ def aligned_metric(
     module: nn.Module, options: Mapping[str, Any], input_shape: tuple[int, ...] | None = None
 ) -> tuple[Metric, dict[str, Any]]:
     """M from the options ``metric`` and ``power``, and plain facts about it."""
-    chosen, power = options.get("metric", "escnn"), float(options.get("power", 1.0))
+    chosen, power = options.get("metric", "escnn"), finite(float(options.get("power", 1.0)))
     custom = not isinstance(chosen, str)
     if chosen == "balanced":
         shape = options.get("input_shape", input_shape)
-        if shape is None:
-            raise ValueError("metric 'balanced' needs the shape of one record: mechanism_options={'input_shape': (3, 32, 32), …}")
+        if not isinstance(shape, (tuple, list)):
+            raise ValueError(
+                f"input_shape is {shape!r}; metric 'balanced' needs the shape of one record: "
+                "mechanism_options={'input_shape': (3, 32, 32), …}"
+            )
         scales = balanced_scales(module, tuple(shape), structural_metric(module))
         return with_equal_signal(scales, power), {"metric": chosen, "power": power}
     scales = custom_metric(module, chosen) if custom else structural_metric(module, chosen)
