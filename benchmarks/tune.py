@@ -66,7 +66,7 @@ def split(data: Dataset, holdout: int) -> Dataset:
 
 def trials(args: argparse.Namespace) -> Iterator[Trial]:
     """The grid over every cell, each configuration once, seed by seed: all are compared before one is repeated."""
-    cells = [cell for cell in preset(args.preset).cells if args.only is None or args.only in cell.name]
+    cells = [cell for cell in preset(args.preset).cells if args.only is None or any(part in cell.name for part in args.only)]
     options = {"steps": args.steps, "batch": args.batch, "device": args.device, "max_physical_batch": args.physical}
     changes = {name: value for name, value in options.items() if value is not None}
     for seed in range(args.seeds):
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, nargs="+", required=True)
     parser.add_argument("--holdout", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", help="only the cells whose name contains this")
+    parser.add_argument("--only", nargs="+", help="only the cells whose name contains one of these")
     parser.add_argument("--steps", type=int, help="in place of the preset's")
     parser.add_argument("--batch", type=int, help="in place of the preset's")
     parser.add_argument("--physical", type=int, help="rows in memory at once, in place of the preset's")
