@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from erlangen.mechanisms import hyperspherical
+from erlangen.mechanisms.diagnostics import gradient_error
 from erlangen.mechanisms.hyperspherical import (
     angle_blocks,
     angle_difference,
@@ -72,6 +73,18 @@ def test_axes_and_zero(where):
     assert float(radius) == 0.0
     assert bool(torch.isfinite(phi).all())
     assert float(from_spherical(radius, phi).abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_have_no_sign(dtype):
+    """atan2(−0, −0) is −π: a vector that ends in such zeros would be half a turn from its twin."""
+    g = torch.tensor([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 0.0]], dtype=dtype)
+    negative = torch.where(g == 0, -0.0, g)
+    _, want = to_spherical(g)
+    torch.testing.assert_close(to_spherical(negative)[1], want, rtol=0, atol=0)
+    for columns, phi, _ in angle_blocks([negative], negative.norm(dim=1)):
+        torch.testing.assert_close(phi, want[:, columns])
+    assert gradient_error(negative[0], g[0]).direction_mse == 0.0
 
 
 def test_wide_dynamic_range_inside_one_vector():

@@ -6,7 +6,7 @@ their relative precision. The last angle, atan2(g_d, g_{d−1}), is the paper's 
 
 Forwards, R² is a reversed cumulative sum of squares in float64, of the vector divided by a number of its own size.
 Backwards, Π cos φ is a cumulative product in float64; its factors may be negative, because noise may have pushed an
-angle beyond ±π/2. Zeros are safe: atan2(0, 0) = 0.
+angle beyond ±π/2. Zeros are safe, whatever their sign: the angle of nothing is 0.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ def to_spherical(g: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
     squares = x.square().flip(-1).double().cumsum_(-1).flip(-1)  # R_z²
     radius = squares[..., 0].sqrt() * scale[..., 0].double()
     phi = torch.atan2(x[..., :-1], squares[..., 1:].to(g.dtype).sqrt_())
-    phi[..., -1] = torch.atan2(x[..., -1], x[..., -2])
+    phi[..., -1] = _last(x[..., -1], x[..., -2])
     return radius.to(g.dtype), phi
+
+
+def _last(y: Tensor, x: Tensor) -> Tensor:
+    """atan2 with zeros that have no sign: atan2(−0, −0) is −π, atan2(0, 0) is 0."""
+    return torch.atan2(y + 0.0, x + 0.0)
 
 
 def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice, Tensor, float]]:
@@ -54,7 +59,7 @@ def angle_blocks(parts: Sequence[Tensor], scale: Tensor) -> Iterator[tuple[slice
     ordinary = bool(((scale > 1e-12) & (scale < 1e12)).all())
     ends = torch.cat([p[:, -2:] for p in parts], 1)[:, -2:]
     ends = ends if ordinary else ends / scale
-    yield slice(-1, None), torch.atan2(ends[:, 1:], ends[:, :1]), math.pi
+    yield slice(-1, None), _last(ends[:, 1:], ends[:, :1]), math.pi
     left, stop = 2, sum(p.shape[1] for p in parts) - 2
     carry = torch.where(empty, 1.0, ends.double().square().sum(1))  # angles of nothing are 0, whatever the radius
     width = max(1, BLOCK.get(parts[0].device.type, LARGE_BLOCK) // max(1, parts[0].shape[0]))
