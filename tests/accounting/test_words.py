@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import erlangen
 from erlangen.accounting.certificate_text import headline
-from erlangen.accounting.words import upper
+from erlangen.accounting.words import factor, upper
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,23 @@ def test_no_sentence_rounds_epsilon_to_the_nearest():
     nearest = re.compile(r"ε\s?=?\s?\{[^{}]*:\.\d[gf]\}")
     texts = {str(path): path.read_text(encoding="utf-8") for path in Path(erlangen.__file__).parent.rglob("*.py")}
     assert not {name: nearest.findall(text) for name, text in texts.items() if nearest.search(text)}
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "said"), [(3.0, "20.1"), (0.0, "1"), (50.0, "5.19e+21"), (277.0, "10^121"), (25_400.0, "10^11032")]
+)
+def test_the_factor_is_rounded_up_and_never_too_large_to_say(epsilon, said):
+    assert factor(epsilon) == said
+    assert epsilon <= math.log(10) * int(said.removeprefix("10^")) if "^" in said else math.exp(epsilon) <= float(said)
+
+
+def test_delta_is_added_and_is_no_probability_that_epsilon_fails():
+    """A Gaussian release of μ = 1: its privacy loss is N(½, 1). At the ε of δ = 1e-5 the loss exceeds ε with probability 4.4e-5, so
+    "a factor e^ε except with probability δ" would be untrue; "at most e^ε times as likely, plus δ" is the definition."""
+    tail = lambda x: math.erfc(x / math.sqrt(2)) / 2  # noqa: E731
+    delta = lambda e: tail(e - 0.5) - math.exp(e) * tail(e + 0.5)  # noqa: E731
+    epsilon = 4.377178
+    assert delta(epsilon) == pytest.approx(1e-5, rel=1e-3)
+    assert tail(epsilon - 0.5) > 4 * delta(epsilon)
+    texts = [p for kind in ("*.py", "*.js") for p in Path(erlangen.__file__).parent.rglob(kind) if "audit" not in p.parts]
+    assert not [p for p in texts if "except with probability" in p.read_text(encoding="utf-8")]

@@ -61,6 +61,16 @@ def test_train_in_plain_words(tmp_path):
     assert "ε = 3" in done.stdout
 
 
+def test_a_run_with_hardly_any_noise_says_what_it_is(tmp_path):
+    options = ["--noise-multiplier", "0.01", "--steps", "1", "--model", "logistic", "--out", str(tmp_path / "r")]
+    done = run("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert "is at most 10^" in done.stdout
+    assert "pseudo-random, unseeded: for experiments; train with --secure" in done.stdout
+    secure = run("train", *options, "--secure", "--overwrite")
+    assert "Randomness     secure\n" in secure.stdout
+
+
 MISUSE = [
     (["train", "--epsilon", "-1"], "epsilon is -1"),
     (["train", "--delta", "2"], "delta is 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import ROUND_CEILING, Context
 
 
@@ -9,3 +10,8 @@ def upper(value: float, digits: int, form: str = "g") -> str:
     """The least number of this many digits that is not below ``value``."""
     rounded = float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value))))
     return f"{rounded:.{digits if form == 'g' else digits - 1}{form}}"
+
+
+def factor(epsilon: float) -> str:
+    """e^ε: how many times as likely an event may become; beyond e⁵⁰ as a power of ten."""
+    return upper(math.exp(epsilon), 3) if epsilon <= 50 else f"10^{math.ceil(epsilon / math.log(10))}"

@@ -261,7 +261,7 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
     else:
         typer.echo("\nNo public test set: no accuracy is reported (erlangen validate releases one on private records).")
     typer.echo(f"Privacy        {in_plain_words(summary)}")
-    typer.echo(f"Randomness     {summary['randomness']}")
+    typer.echo(f"Randomness     {_randomness(summary['randomness'])}")
     if summary["steps"] < summary["planned_steps"]:
         typer.echo(
             f"Stopped        after {summary['steps']} of {summary['planned_steps']} steps: the privacy budget is spent"
@@ -272,3 +272,9 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo(f"Run            {folder} (certificate.json, certificate.md, weights.safetensors)")
         place = quote(str(folder))
         typer.echo(f"Next           erlangen predict {place} IMAGE…, erlangen export {place}, erlangen report {place}")
+
+
+def _randomness(source: str) -> str:
+    if source == "secure":
+        return source
+    return f"{source.removesuffix(': not for release')}: for experiments; train with --secure before giving the model away"

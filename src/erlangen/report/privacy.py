@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from erlangen.accounting.words import upper
+from erlangen.accounting.words import factor, upper
 from erlangen.report.chart import small
 from erlangen.report.folder import Run
 
@@ -50,8 +50,8 @@ def _meaning(run: Run) -> tuple[str, ...]:
     whole = "" if unit == "record" else f" All records of one {unit} are protected together."
     out = [
         f"Whatever came out of training could also have come out without any one {unit}: nothing is more than "
-        f"{upper(math.exp(min(run.epsilon, 50)), 3)} times (eᵋ) as likely with its data as without, except with probability "
-        f"δ = {small(delta)}.{whole}"
+        f"{factor(run.epsilon)} times (eᵋ) as likely with its data as without, plus δ = {small(delta)}, nor the other way "
+        f"round.{whole}"
     ]
     rows = (run.certificate or {}).get("guarantee", {}).get("attacker", [])
     if rows:
