@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from erlangen.accounting import Accountant, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach
 from erlangen.gradients.pages import keep_pages
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms import Mechanism
@@ -28,6 +30,23 @@ if TYPE_CHECKING:
 
 
 _SERIAL = itertools.count()
+#: what private training puts on the optimizer, and takes off again
+_INSTALLED = ("step", "zero_grad", "add_param_group", "_step_supports_amp_scaling")
+
+_RATE_BETWEEN_PARTS = (
+    "the learning rate (or another option of the optimizer) changed between two physical parts of one batch: a scheduler steps at "
+    "every part, and how many parts there are depends on who was drawn, which no noise covers. Step it once for each logical "
+    "batch: if engine.stepped: scheduler.step()"
+)
+_SCALER = (
+    "a GradScaler steps this optimizer: it skips a step by what the gradients hold, which no noise covers, and gradients that it "
+    "has scaled up are clipped to the bound, all of them. bfloat16 needs no scaler: torch.autocast(…, dtype=torch.bfloat16), and "
+    "backward() and optimizer.step() as usual"
+)
+_OUTSIDE = (
+    "gradients reached parameters outside their layers (a weight penalty in the loss, or F.linear(x, layer.weight) in the loop): "
+    "they are dropped, because no clipping bounds them. Use the optimizer's weight_decay, and call layers as modules."
+)
 
 
 class PrivateTraining:
@@ -64,6 +83,11 @@ class PrivateTraining:
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
         self._updates = 0
+        #: whether the last call of the optimizer's step was that of a logical batch's last part, and moved the weights
+        self.stepped = False
+        self._options: list[dict[str, Any]] = []
+        #: gradients from before would be mistaken for those of the first backward pass
+        self._looked = any(p.grad is not None for p in self.tape.parameters.values())
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -75,7 +99,8 @@ class PrivateTraining:
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
             self._pending, self._event = False, None  # noise may be made for the batch of this moment from here on
-        self._tickets.draw(source, tried=self.tape.next_batch())
+        backward = self.tape.complete
+        self._tickets.draw(source, self.tape.next_batch(), backward)
         self.tape.logical += first
         self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
         self.tape.rows, self._last, self.summed = rows, last, False
@@ -84,7 +109,7 @@ class PrivateTraining:
     def accumulate(self, gradients: PerSampleGradients) -> None:
         """Clip one physical batch and add it to the mechanism's sum."""
         self._require_own_mechanism()
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with exact_float32():
             for shown in self.watch:
                 shown(gradients)
             self.mechanism.accumulate(gradients)
@@ -92,9 +117,11 @@ class PrivateTraining:
     @torch.no_grad()
     def take(self) -> bool:
         """Clip and sum the batch of the last backward pass. After the last part, set private gradients: True."""
+        self._require_one_rate()
         self._pending = True  # first: whatever is broken off here may have been added in part, and is forgotten with the batch
         gradients = None if self.summed else self.tape.gradients()
         self._tickets.take()
+        self._remark_on_dropped()
         if gradients is not None:
             self.accumulate(gradients)
         self.summed = False
@@ -115,7 +142,8 @@ class PrivateTraining:
         """Write the release down, add the noise, post-process. Of several workers only the first does this."""
         self._require_own_mechanism()
         self.account()
-        released = self.mechanism.finish(self.sampler.expected_batch)
+        with exact_float32():
+            released = self.mechanism.finish(self.sampler.expected_batch)
         if self.denoiser is None and not hasattr(self.optimizer, "set_noise_variance"):
             return joint.Private(released, None)
         scale = self.sampler.expected_batch**-2
@@ -124,6 +152,20 @@ class PrivateTraining:
         if self.denoiser is not None:
             return joint.Private(self.denoiser(released, variances), None)
         return joint.Private(released, variances)
+
+    def _require_one_rate(self) -> None:
+        """What the optimizer is told may change with each logical batch, not with its parts: their number is private."""
+        value = lambda v: float(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+        now = [{k: value(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        if self._pending and now != self._options:
+            raise RuntimeError(_RATE_BETWEEN_PARTS)
+        self._options = now
+
+    def _remark_on_dropped(self) -> None:
+        """Once: private gradients replace whatever else a backward pass left on the parameters."""
+        if not self._looked and any(p.grad is not None for p in self.tape.parameters.values()):
+            warnings.warn(_OUTSIDE, stacklevel=4)
+        self._looked = True
 
     def _require_own_mechanism(self) -> None:
         """One sum is one batch of one training: two that share a mechanism could release a record twice behind one noise."""
@@ -233,7 +275,7 @@ class PrivateTraining:
         if hasattr(self.tape, "detach"):
             self.tape.detach(self.module)
         detach(self.module)
-        for name in ("step", "zero_grad", "add_param_group"):
+        for name in _INSTALLED:
             self.optimizer.__dict__.pop(name, None)
         self.optimizer.__dict__.update(self._shadowed)
         for name, value in self._loud.items():
@@ -251,19 +293,24 @@ class PrivateTraining:
             attach(self.module, self.tape)
         optimizer, training = self.optimizer, self
         self._shadowed: dict[str, Any] = {
-            n: optimizer.__dict__[n] for n in ("step", "zero_grad") if n in optimizer.__dict__
+            n: optimizer.__dict__[n] for n in _INSTALLED if n in optimizer.__dict__
         }
         plain_step, plain_zero = optimizer.step, optimizer.zero_grad
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Private step: noise is added once per logical batch; physical parts before the last only add up."""
+            if "found_inf" in self.__dict__:  # how a GradScaler speaks to an optimizer
+                del self.found_inf, self.grad_scale  # type: ignore[attr-defined]
+                raise RuntimeError(_SCALER)
             loss = None
+            training.stepped = False
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             if training.take():
                 plain_step()
                 training.updated()
+                training.stepped = True
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -281,3 +328,4 @@ class PrivateTraining:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         for fn in (step, zero_grad, add_param_group):
             optimizer.__dict__[fn.__name__] = types.MethodType(fn, optimizer)
+        optimizer.__dict__["_step_supports_amp_scaling"] = True  # so that a GradScaler comes to this step, and is refused

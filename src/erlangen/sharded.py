@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from erlangen.gradients.precision import accumulate_dtype
+from erlangen.gradients.precision import accumulate_dtype, exact_float32
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.clipping import AdaptiveQuantile
@@ -252,7 +252,8 @@ def release(training: PrivateTraining) -> tuple[dict[str, Tensor], dict[str, Any
             raise ValueError(f"the noise multiplier is {mechanism.noise_multiplier} here and {sigma} on the first worker")
         training.account()
     expected = training.sampler.expected_batch
-    released = mechanism.finish(expected)
+    with exact_float32():
+        released = mechanism.finish(expected)
     if not hasattr(training.optimizer, "set_noise_variance"):
         return released, None
     stds = {name: mechanism.noise_std(name) for name in released}

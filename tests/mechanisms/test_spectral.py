@@ -188,7 +188,7 @@ def test_filtering_first_keeps_more_of_the_signal():
 
 @pytest.mark.parametrize("shape", SIZES)
 def test_matrix_and_fft_are_the_same_transform(shape, monkeypatch):
-    """Small kernels by matrix product, large ones (or rounded products) by FFT."""
+    """Small kernels by matrix product, large ones by FFT."""
     g = torch.randn(4, 2, 3, *shape)
     both = []
     for limit in (256, 0):

@@ -13,8 +13,15 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def exact_float32() -> Iterator[None]:
-    """No TF32 inside, and no bfloat16 for float32 on a CPU: products of ten bits or eight could lift a contribution above
-    its bound by one part in a thousand. Whichever way the user has asked for them is as it was afterwards."""
+    """No TF32 inside, no autocast, and no bfloat16 for float32 on a CPU: products of ten bits or eight could lift a contribution
+    above its bound by one part in a thousand, and a sum that is rounded to eight bits before its noise may move by many bounds
+    for one record. Whichever way the user has asked for them is as it was afterwards."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _no_ten_bits():
+        yield
+
+
+@contextlib.contextmanager
+def _no_ten_bits() -> Iterator[None]:
     backends: Any = torch.backends
     if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before PyTorch 2.9
         with _exact_as_of_old():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from erlangen.gradients.pieces import Weight
-from erlangen.gradients.precision import accumulate_dtype
+from erlangen.gradients.precision import accumulate_dtype, exact_float32
 from erlangen.mechanisms.geometry import Geometry
 
 ORDERS = ("filter-first", "clip-first")
@@ -75,6 +75,16 @@ def check_symmetric(name: str, mask: Tensor) -> None:
 def packing(kernels: int, size: int) -> int:
     """How many small kernels share one row of a matrix product: tiny inner dimensions waste the machine."""
     return next(r for r in range(max(1, min(kernels, PACKED_SIZE // size)), 0, -1) if kernels % r == 0)
+
+
+def product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """In their own precision, whatever the user has asked of products elsewhere.
+
+    A norm that is rounded to ten bits could let a gradient pass that is too long; a sum that is rounded before its noise may
+    move by many bounds for one record.
+    """
+    with exact_float32():
+        return rows @ matrix
 
 
 def scales(mask: Tensor) -> Tensor:
@@ -158,20 +168,16 @@ class Fourier(Geometry):
         if self._as_matrix(name):
             size = self.mask[name].numel()
             pack = packing(g[0].numel() // size, size)
-            return g.reshape(g.shape[0], -1, pack * size) @ self._matrix(name, g, "guarded", pack)
+            return product(g.reshape(g.shape[0], -1, pack * size), self._matrix(name, g, "guarded", pack))
         dims = self.dims[name]
         over = scales(self.mask[name]).to(g)
         shape = [over.shape[dims.index(k - g.ndim)] if k - g.ndim in dims else 1 for k in range(g.ndim)]
         return hartley(g, dims) * over.view(shape)
 
     def _as_matrix(self, name: str) -> bool:
-        """Whether the transformed axes are the last ones, with few entries, and products are not rounded to TF32.
-
-        A norm that is rounded to ten bits could let a gradient pass that is too long.
-        """
+        """Whether the transformed axes are the last ones, with few entries."""
         dims = self.dims[name]
-        exact = torch.get_float32_matmul_precision() == "highest"
-        return exact and dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE
+        return dims == tuple(range(-len(dims), 0)) and self.mask[name].numel() <= MATRIX_SIZE
 
     def _matrix(self, name: str, like: Tensor, kind: str, pack: int = 1) -> Tensor:
         """H acting from the right on flattened axes: its kept columns, or all of them scaled for the guarded norm."""
@@ -190,7 +196,7 @@ class Fourier(Geometry):
         if not dims:
             return g
         if self._as_matrix(name):
-            return g.flatten(g.ndim - len(dims)) @ self._matrix(name, g, "kept")
+            return product(g.flatten(g.ndim - len(dims)), self._matrix(name, g, "kept"))
         h = torch.movedim(hartley(g, dims), list(dims), list(range(-len(dims), 0)))
         return h.flatten(h.ndim - len(dims))[..., self.mask[name].flatten().to(g.device)]
 
@@ -199,7 +205,7 @@ class Fourier(Geometry):
         if not dims:
             return c
         if self._as_matrix(name):
-            return (c @ self._matrix(name, c, "kept").T).unflatten(-1, mask.shape)
+            return product(c, self._matrix(name, c, "kept").T).unflatten(-1, mask.shape)
         h = c.new_zeros(*c.shape[:-1], mask.numel())
         h[..., mask.flatten().to(c.device)] = c
         h = torch.movedim(h.unflatten(-1, mask.shape), list(range(-len(dims), 0)), list(dims))

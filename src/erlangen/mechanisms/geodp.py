@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from erlangen.accounting import gaussian, non_private
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
 from erlangen.mechanisms.clipping import AdaptiveQuantile, ClippingRule, Flat, PerLayer
@@ -273,6 +274,7 @@ class Angles(Direction):
     def accumulate(self, gradients: PerSampleGradients) -> None:
         super().accumulate(gradients.formed())  # every angle is looked at: norms without the gradients save nothing
 
+    @exact_float32()
     def _add_directions(self, gradients: PerSampleGradients, norms: Tensor, has_direction: Tensor) -> None:
         names = [n for n in self.shapes if n in gradients.names]
         if len(names) < len(self.shapes):
