@@ -144,3 +144,90 @@ def test_a_frozen_parameter_never_steps_on_a_raw_gradient():
     start = whole.head[0].detach().clone()
     loop(whole, optimizer, loader)
     assert not torch.equal(start, whole.head[0].detach()), "parameters in a list train too"
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_a_scheduler_that_counts_physical_parts_is_refused(rate):
+    """How many parts a batch has depends on who was drawn: a rate that follows it would tell, at no cost."""
+    model = net()
+    engine, model, optimizer, loader = private(model, torch.optim.SGD(model.parameters(), rate), max_physical_batch=4)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def one(x, y):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def at_every_part():
+        for x, y in loader:
+            one(x, y)
+            scheduler.step()
+
+    with pytest.raises(RuntimeError, match=r"if engine\.stepped"):
+        at_every_part()
+    assert engine.accountant.steps == 0
+    parts, updates = 0, 0
+    for x, y in loader:
+        before = model[0].weight.detach().clone()
+        one(x, y)
+        parts += 1
+        assert engine.stepped is not torch.equal(before, model[0].weight)
+        if engine.stepped:
+            updates += 1
+            scheduler.step()
+    assert parts > updates == engine.accountant.steps == len(loader)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 * 0.5 ** (updates + 1))
+
+
+def test_gradients_that_are_added_up_over_batches_are_refused():
+    """Every second batch would have been dropped, with a warning that speaks of something else."""
+    engine, model, optimizer, loader = private()
+
+    def in_pairs():
+        for k, (x, y) in enumerate(loader):
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"not added up over batches.*max_physical_batch"):
+        in_pairs()
+    assert engine.accountant.steps == 0
+    loop(model, optimizer, loader)
+    assert engine.accountant.steps == len(loader)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scaler_is_refused_by_name(fused, unscale):
+    model = net()
+    engine, model, optimizer, loader = private(model, torch.optim.Adam(model.parameters(), 0.01, fused=fused))
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = next(iter(loader))
+    scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="bfloat16 needs no scaler"):
+        scaler.step(optimizer)
+    assert engine.accountant.steps == 0
+    loop(model, optimizer, loader)
+    engine.remove()
+    assert optimizer.__dict__.get("_step_supports_amp_scaling", False) is bool(fused)
+
+
+def test_a_penalty_on_weights_is_dropped_and_said():
+    _, model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    (nn.functional.cross_entropy(model(x), y) + sum(p.square().sum() for p in model.parameters())).backward()
+    with pytest.warns(UserWarning, match="weight_decay"):
+        optimizer.step()
+
+
+def test_gradients_from_before_are_no_penalty(recwarn):
+    model = net()
+    model(torch.zeros(1, 2, 4, 4)).sum().backward()
+    _, model, optimizer, loader = private(model)
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not [w for w in recwarn if "weight_decay" in str(w.message)]

@@ -166,6 +166,12 @@ class PrivacyEngine:
         """σ of the training, given or calibrated."""
         return self._active().mechanism.noise_multiplier
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the last `optimizer.step()` moved the weights: not where ``max_physical_batch`` has cut the batch and parts of it
+        are still to come. Whatever counts steps (schedulers, averages of weights) asks this."""
+        return self._active().stepped
+
     def save_checkpoint(
         self,
         *,

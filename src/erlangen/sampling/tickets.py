@@ -14,6 +14,12 @@ _GIVEN_UP = (
     "whose gradient is not finite counts for nothing anyway."
 )
 
+_ADDED_UP = (
+    "a batch went backward, and the next one was drawn before optimizer.step(): gradients are not added up over batches, because "
+    "each is clipped and noised as one draw. For a larger batch give the DataLoader the larger batch_size, and make_private "
+    "max_physical_batch=…, the rows that fit into memory; then step on every batch the loader gives."
+)
+
 
 class Pass:
     """One iteration over a data loader."""
@@ -37,11 +43,15 @@ class Tickets:
     def __init__(self) -> None:
         self._open: list[Pass | None] = []
 
-    def draw(self, source: Pass | None, tried: bool) -> None:
+    def draw(self, source: Pass | None, tried: bool, backward: bool = False) -> None:
         """A batch was drawn in the pass ``source`` (None: announced by hand, which says what comes next).
 
-        ``tried``: the batch before went through the module and was then given up, as after an exception.
+        ``tried``: the batch before went through the module and was then given up, as after an exception; ``backward``: it went
+        all the way back, and nobody stepped or discarded it.
         """
+        if backward and source is not None and self._open == [source]:
+            self._open.clear()
+            raise RuntimeError(_ADDED_UP)
         if source is None or (tried and len(self._open) == 1):
             if source is not None and self._open == [source]:
                 source.given_up = True
