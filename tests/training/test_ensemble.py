@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import multiprocessing
@@ -10,35 +9,15 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from erlangen.circulant import CirculantConv2d, CirculantLinear
 from erlangen.data.base import Dataset
-from erlangen.equivariant import (
-    EquivariantGroupNorm,
-    EquivariantSequential,
-    FourierNonlinearity,
-    NormNonlinearity,
-    SteerableConv2d,
-    cyclic,
-    dihedral,
-    fields,
-    regular_fields,
-    so2,
-    spectral,
-    trivial_fields,
-)
 from erlangen.models import register_model
-from erlangen.streams import Stream, fill_normal
+from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
-from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
 from erlangen.training.session import Session
-from erlangen.training.stacked import Stack
 from tests.alone import alone
-from tests.gradients.reference import one_by_one
 from tests.training.members import like_sessions, trained_alike
 
 CONFIG = TrainConfig(
@@ -91,85 +70,6 @@ def test_truncating_an_overflowing_batch_would_be_caught():
     right.run()
     broken.run()
     assert (right.stack.flat - broken.stack.flat).abs().max() > 1e-3
-
-
-def build(name: str) -> tuple[nn.Module, int]:
-    c4, d4 = cyclic(4), dihedral(4)
-    band = fields(spectral(so2(), 1), 2)
-    made = {
-        "plain": lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2, bias=False),
-            nn.Flatten(), nn.Linear(27, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False),
-        ),
-        "circulant": lambda: nn.Sequential(
-            CirculantConv2d(2, 5, 3, block_size=3, padding=1), nn.ReLU(),
-            CirculantConv2d(5, 4, 3, block_size=2, stride=2, bias=False),
-            nn.Flatten(), CirculantLinear(36, 10, 4), nn.ReLU(), CirculantLinear(10, 3, 3, bias=False),
-        ),
-        "grouped": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2, padding=1), nn.PReLU(), nn.Flatten(), nn.Linear(256, 3)),
-        "standardised": lambda: EquivariantSequential(
-            SteerableConv2d(trivial_fields(d4, 2), regular_fields(d4, 2), 3, standardise=True, padding=1),
-            EquivariantGroupNorm(regular_fields(d4, 2), 1),
-            SteerableConv2d(regular_fields(d4, 2), regular_fields(d4, 1), 3, basis="pixel", standardise=True),
-        ),
-        "per element": lambda: EquivariantSequential(
-            SteerableConv2d(trivial_fields(c4, 2), regular_fields(c4, 2), 5, stride=2, bias=False),
-            EquivariantGroupNorm(regular_fields(c4, 2), per_element=True),
-        ),
-        "SO(2)": lambda: EquivariantSequential(
-            SteerableConv2d(trivial_fields(so2(), 2), band, 3, padding=1),
-            FourierNonlinearity(so2(), 1, 2, nn.Mish()),
-            NormNonlinearity(band),
-        ),
-    }[name]()  # fmt: skip
-    return (
-        made
-        if isinstance(made, nn.Sequential) and name in ("plain", "grouped", "circulant")
-        else nn.Sequential(made, _Head())
-    ), 2
-
-
-class _Head(nn.Module):
-    def forward(self, x):
-        return x.flatten(2).mean(2)
-
-
-def cross_entropy_of(labels):
-    rows = iter(labels)
-    return lambda out: nn.functional.cross_entropy(out, next(rows).view(1), reduction="none")
-
-
-@pytest.mark.parametrize("name", ["plain", "grouped", "standardised", "per element", "SO(2)", "circulant"])
-def test_every_row_has_the_gradient_of_its_own_model(name):
-    torch.manual_seed(0)
-    models = [build(name)[0].double() for _ in range(3)]
-    with torch.no_grad():
-        for model in models:
-            for p in model.parameters():
-                p.add_(0.1 * torch.randn_like(p))
-    x, y = torch.randn(6, 2, 8, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
-    stack = Stack(models, 2)
-    gradients = stack.dense(stack.backward(stack(x), y))
-    for k, model in enumerate(models):
-        rows = slice(2 * k, 2 * k + 2)
-        torch.testing.assert_close(stack(x)[rows], model(x[rows]), rtol=1e-8, atol=1e-10)
-        want = one_by_one(model, (x[rows],), cross_entropy_of(y[rows]))
-        flat = torch.cat([want[n].flatten(1) for n in stack.shapes], 1)
-        assert (gradients[k] - flat).norm() / flat.norm() < 1e-5  # the loss is taken in single precision
-
-
-def test_frozen_parameters_stay_and_have_no_gradient():
-    torch.manual_seed(0)
-    models = [build("plain")[0] for _ in range(2)]
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
-        model[0].requires_grad_(False)
-        model[1].requires_grad_(False)
-        model[1].weight.fill_(2.0)
-    stack = Stack(models, 3)
-    assert not any(name.startswith(("0.", "1.")) for name in stack.shapes)
-    x = torch.randn(6, 2, 8, 8)
-    torch.testing.assert_close(stack(x)[:3], models[0](x[:3]), rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_stays_close():
@@ -291,56 +191,6 @@ def test_members_that_differ_in_shape_are_refused():
         Ensemble([], toy())
 
 
-# -- batches ------------------------------------------------------------------------------------------------------
-
-
-def test_the_process_is_poisson_sampling():
-    """Sizes, inclusion rates and independence of records and steps, against N independent trials."""
-    records, batch, steps = 50, 7, 6400
-    drawn = PoissonProcess(records, batch, Stream("t", 1)).draw(steps)
-    hits = np.zeros((steps, records))
-    for k, indices in enumerate(drawn):
-        assert len(np.unique(indices)) == len(indices)
-        hits[k, indices] = 1
-    q = batch / records
-    error = math.sqrt(q * (1 - q) / steps)
-    assert np.abs(hits.mean(0) - q).max() < 4.5 * error
-    assert abs(hits.sum(1).var() / (records * q * (1 - q)) - 1) < 0.08
-    centred = (hits - q) / math.sqrt(q * (1 - q))
-    across = centred.T @ centred / steps - np.eye(records)
-    assert np.abs(across).max() < 5 / math.sqrt(steps)
-    lag = (centred[:-1, -1] * centred[1:, 0]).mean()
-    assert abs(lag) < 4.5 / math.sqrt(steps), "the end of a step leaks into the next"
-
-
-def test_full_batches_hold_everyone():
-    assert all(len(b) == 9 for b in PoissonProcess(9, 9, Stream("t", 1)).draw(3))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    sizes=st.lists(st.lists(st.integers(0, 23), min_size=4, max_size=4), min_size=1, max_size=4), rows=st.integers(1, 9)
-)
-def test_tables_hold_every_record_once(sizes, rows):
-    rng = np.random.default_rng(0)
-    batches = [[rng.permutation(1000)[:n] for n in member] for member in sizes]
-    table, passes = PaddedBatches([lambda n, m=m: m for m in batches], rows).draw(4)
-    assert table.shape == (passes.sum(), len(sizes), rows)
-    ends = np.cumsum(passes)
-    for step in range(4):
-        part = table[ends[step] - passes[step] : ends[step]]
-        assert passes[step] == max(1, max(-(-member[step] // rows) for member in sizes))
-        for k, member in enumerate(batches):
-            held = part[:, k].reshape(-1)
-            assert sorted(held[held >= 0]) == sorted(member[step])
-
-
-def test_the_static_size_balances_padding_and_second_passes():
-    assert physical_size(60_000, 64, 1) < physical_size(60_000, 64, 60) <= 112
-    assert physical_size(50, 50, 3) == 50
-    assert physical_size(60_000, 1, 20) % 8 == 0
-
-
 # -- families -----------------------------------------------------------------------------------------------------
 
 FAMILIES = {
@@ -445,28 +295,6 @@ def test_forked_ensembles_draw_noise_of_their_own():
     """They draw other batches, so that the same noise would hide two different sums."""
     one, other = map(torch.tensor, alone(trained_after_fork))
     assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.5
-
-
-def batches_after_fork() -> list[list[int]]:
-    """The next batch of a process of draws that both sides of a fork hold, in the middle of a block."""
-    process, context = PoissonProcess(400, 200, Stream("sampling")), multiprocessing.get_context("fork")
-    process.draw(3)
-    answers = context.SimpleQueue()
-    child = context.Process(target=lambda: answers.put(process.draw(1)[0].tolist()))
-    child.start()
-    found = [answers.get(), process.draw(1)[0].tolist()]
-    child.join()
-    return found
-
-
-def test_forks_and_copies_draw_batches_of_their_own_in_the_middle_of_a_block():
-    """Two releases on one draw cost more than two on a draw each, which is what both sides account."""
-    one, other = alone(batches_after_fork)
-    assert one != other
-    for seed, same in ((None, False), (3, True)):
-        process = PoissonProcess(400, 200, Stream("sampling", seed))
-        process.draw(3)
-        assert np.array_equal(copy.deepcopy(process).draw(1)[0], process.draw(1)[0]) is same
 
 
 def test_members_draw_noise_that_reaches_as_far_as_a_session_s():
