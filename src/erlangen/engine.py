@@ -219,8 +219,8 @@ class PrivacyEngine:
         return not known_problems(module)
 
     @staticmethod
-    def fix(module: nn.Module) -> nn.Module:
-        """Replace what cannot train privately (BatchNorm → GroupNorm); returns the module."""
-        return fix(module)
+    def fix(module: nn.Module, public_statistics: bool = False) -> nn.Module:
+        """Replace what cannot train privately (BatchNorm → GroupNorm, or constants of public data); returns the module."""
+        return fix(module, public_statistics)
 
     get_compatible_module = fix

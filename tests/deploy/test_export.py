@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import erlangen
 from erlangen import equivariant as eq
 from erlangen import lipschitz as lip
 from erlangen.circulant import make_circulant
@@ -160,6 +161,12 @@ def test_circulant_models():
 def test_parametrized_weights():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
     compare(nn.Sequential(layer, nn.Tanh()), torch.randn(3, 4))
+
+
+def test_constants_of_public_data_become_batch_norms_again():
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4, affine=False))
+    model(torch.randn(9, 1, 4, 4) + 2)
+    compare(erlangen.fix(model, public_statistics=True), torch.rand(2, 1, 4, 4))
 
 
 def test_folding_leaves_the_model_alone():

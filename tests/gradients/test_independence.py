@@ -85,6 +85,50 @@ def test_fix_replaces_them_and_keeps_affine_parameters():
     assert isinstance(erlangen.fix(nn.BatchNorm1d(7)), nn.GroupNorm)
 
 
+def trained_norms():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3), nn.BatchNorm1d(3))
+    for _ in range(5):
+        net(3 * torch.randn(16, 2, 4, 4) + 1)
+    return net
+
+
+def test_statistics_of_public_data_are_kept_as_constants():
+    net, x = trained_norms(), torch.randn(5, 2, 4, 4)
+    keys, expected = list(net.state_dict()), net.eval()(x)
+    (problem, _) = known_problems(net)
+    assert "erlangen.fix(model, public_statistics=True) keeps its statistics" in problem
+    net = erlangen.fix(net.train(), public_statistics=True)
+    assert torch.equal(net(x), expected), "in training mode, too"
+    assert not known_problems(net)
+    check_independence(net, (x,))
+    assert list(net.state_dict()) == keys
+    plain = trained_norms()
+    plain.load_state_dict(net.state_dict())
+    engine, optimizer = erlangen.PrivacyEngine(), torch.optim.SGD(net.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(30, 2, 4, 4), torch.arange(30) % 3), 10)
+    net, optimizer, loader = engine.make_private(
+        module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    moved = {name for name, t in net.state_dict().items() if not torch.equal(t, before[name])}
+    assert moved == {name for name, _ in net.named_parameters()}
+
+
+def test_statistics_are_not_dropped_in_silence_nor_made_up(recwarn):
+    erlangen.fix(nn.BatchNorm2d(4))
+    assert not recwarn
+    with pytest.warns(UserWarning, match="public_statistics=True"):
+        erlangen.fix(trained_norms())
+    for fresh in (nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False)):
+        with pytest.raises(ValueError, match="no statistics of a training to keep"):
+            erlangen.fix(fresh, public_statistics=True)
+
+
 def test_losses():
     logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
     check_loss(nn.CrossEntropyLoss(), logits, targets, "mean")

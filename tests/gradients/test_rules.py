@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from erlangen import PrivacyEngine
 from erlangen.gradients import Tape, attach, detach
 from erlangen.gradients.attach import remark_on_swallowed
+from erlangen.gradients.constant_norm import ConstantNorm
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
 STRATEGIES = ("auto", "materialise", "norms-first")
@@ -51,6 +52,12 @@ class LastState(nn.Module):
         out, state = self.cell(x)
         state = state[0] + state[1].sum() * 0 if isinstance(state, tuple) else state
         return out, state.transpose(0, 1)
+
+
+def constants(norm: nn.Module) -> nn.Module:
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2.0)
+    return ConstantNorm(norm)
 
 
 class Custom(nn.Module):
@@ -107,6 +114,8 @@ CASES = {
     "layernorm-flat": (lambda: nn.LayerNorm(6), (6,)),
     "layernorm-2d": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
     "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
+    "constantnorm": (lambda: constants(nn.BatchNorm2d(3)), (3, 4, 4)),
+    "constantnorm-flat": (lambda: constants(nn.BatchNorm1d(5)), (5,)),
     "rmsnorm": (lambda: nn.RMSNorm(6), (3, 6)),
     "attention": (lambda: SelfAttention(), (4, 8)),
     "attention-biases": (lambda: SelfAttention(add_bias_kv=True, add_zero_attn=True), (4, 8)),

@@ -45,6 +45,14 @@ class _Outputs(nn.Module):
         return self.cell(x)[0]
 
 
+def _constant_norm() -> nn.Module:
+    from erlangen.gradients.constant_norm import ConstantNorm
+
+    norm = nn.BatchNorm2d(3)
+    norm(2 * _floats(3, 4, 4)(8) + 1)
+    return ConstantNorm(norm)
+
+
 class _Field:
     """A tensor with a type, as packages of equivariant layers hand it on."""
 
@@ -137,6 +145,7 @@ def examples() -> dict[type[nn.Module], Example]:
     """By registered type."""
     from erlangen import equivariant as eq
     from erlangen.circulant import CirculantConv2d, CirculantLinear
+    from erlangen.gradients.constant_norm import ConstantNorm
     from erlangen.models.standardised import StandardisedConv2d
 
     fields = eq.regular_fields(eq.cyclic(4), 2)
@@ -156,6 +165,7 @@ def examples() -> dict[type[nn.Module], Example]:
         nn.InstanceNorm1d: Example(lambda: nn.InstanceNorm1d(3, affine=True), _floats(3, 6)),
         nn.InstanceNorm2d: Example(lambda: nn.InstanceNorm2d(3, affine=True), _floats(3, 4, 4)),
         nn.InstanceNorm3d: Example(lambda: nn.InstanceNorm3d(3, affine=True), _floats(3, 4, 2, 2)),
+        ConstantNorm: Example(_constant_norm, _floats(3, 4, 4)),
         nn.LayerNorm: Example(lambda: nn.LayerNorm(6), _floats(3, 6)),
         nn.RMSNorm: Example(lambda: nn.RMSNorm(6), _floats(3, 6)),
         nn.RNN: Example(lambda: _Outputs(nn.RNN(4, 3, batch_first=True)), _floats(5, 4)),

@@ -32,6 +32,7 @@ from erlangen.equivariant import (
     SpatialMaxPool,
     SteerableConv2d,
 )
+from erlangen.gradients.constant_norm import ConstantNorm
 from erlangen.lipschitz.backward_clip import BackwardClip
 from erlangen.models.small import _Shrink
 from erlangen.models.standardised import StandardisedConv2d
@@ -81,6 +82,7 @@ _PLAIN: tuple[tuple[type[nn.Module], Callable[[Any], nn.Module]], ...] = (
     (FourierNonlinearity, _export),
     (NormNonlinearity, _export),
     (GatedNonlinearity, _export),
+    (ConstantNorm, _export),
     (FieldDropout, lambda layer: nn.Identity()),
     (CirculantLinear, lambda layer: layer.to_dense()),
     (CirculantConv2d, lambda layer: layer.to_dense()),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from erlangen.gradients.constant_norm import ConstantNorm, learned
 from erlangen.gradients.tape import Tape
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
@@ -48,7 +49,9 @@ def known_problems(module: nn.Module) -> list[str]:
     for path, m in module.named_modules():
         where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS):
-            problems.append(f"{where} mixes samples; use GroupNorm, or call erlangen.fix(model)")
+            keep = "; if it was trained on public data, erlangen.fix(model, public_statistics=True) keeps its statistics"
+            cure = f"use GroupNorm, or call erlangen.fix(model){keep if learned(m) else ''}"
+            problems.append(f"{where} mixes samples; {cure}")
         elif isinstance(m, _STATEFUL_NORMS) and m.track_running_stats:
             problems.append(f"{where} keeps running statistics of private records; set track_running_stats=False, "
                             "or call erlangen.fix(model)")  # fmt: skip
@@ -61,17 +64,35 @@ def known_problems(module: nn.Module) -> list[str]:
     return problems
 
 
-def fix(module: nn.Module) -> nn.Module:
-    """The module with every known problem replaced: BatchNorm → GroupNorm, running statistics off. In place."""
-    replacement = _replacement(module)
+def fix(module: nn.Module, public_statistics: bool = False) -> nn.Module:
+    """The module with every known problem replaced: BatchNorm → GroupNorm, running statistics off. In place.
+
+    ``public_statistics`` is for networks that were trained on *public* data: BatchNorm keeps its running statistics as constants
+    (`ConstantNorm`), so that the network computes what it did in evaluation mode.
+    """
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS)]
+    if not public_statistics and any(map(learned, norms)):
+        warnings.warn(
+            "the running statistics of a trained BatchNorm are dropped: with GroupNorm in its place the network computes something "
+            "else, and has to learn again. If it was trained on public data, erlangen.fix(model, public_statistics=True) keeps "
+            "them as constants.",
+            stacklevel=2,
+        )
+    return _fixed(module, public_statistics)
+
+
+def _fixed(module: nn.Module, keep: bool) -> nn.Module:
+    replacement = _replacement(module, keep)
     if replacement is not None:
         return replacement
     for name, child in module.named_children():
-        setattr(module, name, fix(child))
+        setattr(module, name, _fixed(child, keep))
     return module
 
 
-def _replacement(m: nn.Module) -> nn.Module | None:
+def _replacement(m: nn.Module, keep: bool) -> nn.Module | None:
+    if keep and isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS):
+        return ConstantNorm(m)
     if isinstance(m, _STATEFUL_NORMS):
         new: nn.Module = type(m)(m.num_features, m.eps, affine=m.affine, track_running_stats=False)
     elif isinstance(m, nn.modules.batchnorm._BatchNorm):

@@ -68,5 +68,6 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
         raise MixesSamples(
             f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "
             "weights and ignored labels under 'mean' do that: they divide by what the batch holds; a wrong loss_reduction "
-            "shows in the same way). Use a mean or a sum of per-sample terms with fixed weights."
+            "shows in the same way). Let it add up (reduction='sum') and pass loss_reduction='sum', or take a mean of "
+            "per-sample terms."
         )

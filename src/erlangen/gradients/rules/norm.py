@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from erlangen.gradients.constant_norm import ConstantNorm
 from erlangen.gradients.joined import apply as joined
 from erlangen.gradients.joined import norm_layer, suits
 from erlangen.gradients.kernels.norm_act import NormAct
@@ -60,6 +61,11 @@ def instance_norm(module: nn.InstanceNorm2d, tape: Tape, input: Tensor) -> Tenso
     module._check_input_dim(input)
     run = lambda x, w, b: F.group_norm(x, module.num_features, w, b, module.eps)  # noqa: E731
     return tapped_affine(tape, input, run, module.weight, module.bias, over_positions)
+
+
+@rule(ConstantNorm)
+def constant_norm(module: ConstantNorm, tape: Tape, input: Tensor) -> Tensor:
+    return tapped_affine(tape, input, module.normalise, module.weight, module.bias, over_positions)
 
 
 def _over_tokens(inner: int) -> Callable[[Tensor], Tensor]:
