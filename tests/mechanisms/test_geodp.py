@@ -249,6 +249,8 @@ def test_options_are_checked():
             build("geodp", 1.0, **options)
     with pytest.raises(ValueError, match="one direction"):
         build("geodp", 1.0, PerLayer(1.0))
+    with pytest.raises(ValueError, match="two trained numbers at least, and there are 1"):
+        build("geodp", 1.0, form="angles").bind({"w": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -262,6 +262,8 @@ class Angles(Direction):
 
     def bind(self, parameters: Mapping[str, Tensor], expected_batch: float = 1.0) -> None:
         super().bind(parameters, expected_batch)
+        if self.dimension < 2:
+            raise ValueError(f"angles need two trained numbers at least, and there are {self.dimension}; use form='direction'")
         first = next(iter(self._sum.values()))
         self._angles = first.new_zeros(self.dimension - 1)
         known = getattr(self, "_reference", self._angles[:0])
