@@ -1,0 +1,140 @@
+"""Losses that mix samples, or remember them, are caught and named: those of the loop and those inside a module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import erlangen
+from erlangen.gradients.independence import MixesSamples, check_independence
+from erlangen.gradients.losses import check_loss
+
+
+def test_losses():
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    check_loss(nn.CrossEntropyLoss(), logits, targets, "mean")
+    check_loss(nn.CrossEntropyLoss(reduction="sum"), logits, targets, "sum")
+    with pytest.raises(ValueError, match="reduces by 'sum'; pass loss_reduction='sum'"):
+        check_loss(nn.CrossEntropyLoss(reduction="sum"), logits, targets, "mean")
+    with pytest.raises(ValueError, match="use 'mean' or 'sum'"):
+        check_loss(nn.CrossEntropyLoss(reduction="none"), logits, targets, "mean")
+
+    def contrastive(z, y):
+        return (z @ z.T).logsumexp(1).mean()
+
+    with pytest.raises(MixesSamples, match="the loss function mixes"):
+        check_loss(contrastive, logits, targets, "mean")
+
+
+def test_losses_whose_denominator_is_the_batch():
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    with pytest.raises(MixesSamples):
+        check_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 5.0, 1.0, 1.0])), logits, targets, "mean")
+    check_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 5.0, 1.0, 1.0]), reduction="sum"), logits, targets, "sum")
+    with pytest.raises(MixesSamples):
+        check_loss(nn.CrossEntropyLoss(), logits, torch.tensor([0, -100, 2]), "mean")
+    with pytest.raises(MixesSamples):  # a sum that was announced as a mean
+        check_loss(lambda z, y: nn.functional.cross_entropy(z, y, reduction="sum"), logits, targets, "mean")
+
+
+class PerPositive(nn.Module):
+    """A detector's loss: the sum over all answers divided by how many of them are positive in the batch."""
+
+    def forward(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(z, y, reduction="sum") / y.sum().clamp(min=1)
+
+
+def test_a_loss_that_divides_by_the_positive_answers_of_the_batch_is_refused():
+    """Where each of three records had one positive answer, there were as many of them as rows: nothing showed."""
+    logits, targets = torch.randn(3, 4), torch.eye(4)[:3]
+    with pytest.raises(MixesSamples, match="PerPositive"):
+        check_loss(PerPositive(), logits, targets, "mean")
+    check_loss(nn.BCEWithLogitsLoss(reduction="sum"), logits, targets, "sum")
+    check_loss(lambda z, y: nn.functional.mse_loss(z, y, reduction="sum") / len(z), logits, targets, "mean")
+
+
+class Running(nn.Module):
+    """Weights of the classes by how often each was seen so far."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.reduction, self.buffer = "sum", buffer
+        self.register_buffer("seen", torch.ones(4)) if buffer else setattr(self, "counts", torch.ones(4))
+
+    def forward(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        counts = self.seen if self.buffer else self.counts
+        counts += torch.bincount(y, minlength=4)
+        return nn.functional.cross_entropy(z, y, weight=(1 / counts).clone(), reduction="sum")
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_loss_that_remembers_earlier_batches_is_refused(buffer):
+    loss = Running(buffer)
+    with pytest.raises(MixesSamples, match="Running remembers the batches before"):
+        check_loss(loss, torch.randn(3, 4), torch.tensor([0, 1, 2]), "sum")
+    assert torch.equal(loss.seen if buffer else loss.counts, torch.ones(4))
+
+
+def test_a_loss_with_a_random_part_of_its_own_is_accepted():
+    def noisy(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(z + 0.1 * torch.randn(4), y)
+
+    check_loss(noisy, torch.randn(3, 4), torch.tensor([0, 1, 2]), "mean")
+
+
+class Answers(nn.Module):
+    """Logits of each token, and their loss."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.table, self.head, self.loss = nn.Embedding(10, 8), nn.Linear(8, 10), loss
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.table(tokens))
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def over_all_labels(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def over_each_record(logits, labels):
+    each = nn.functional.cross_entropy(logits.movedim(2, 1), labels, reduction="none")
+    return (each.sum(1) / (labels != -100).sum(1)).mean()
+
+
+def texts(lengths, words=10):
+    tokens = torch.randint(0, words, (len(lengths), 6), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.where(torch.arange(6) < torch.tensor(lengths)[:, None], tokens, -100)
+
+
+@pytest.mark.parametrize("lengths", [[1, 3, 6], [4, 4, 4]], ids=["of several lengths", "of one length"])
+def test_a_loss_inside_the_module_that_divides_by_the_labels_of_the_batch_is_refused(lengths):
+    with pytest.raises(MixesSamples, match="a loss of the whole batch"):
+        check_independence(Answers(over_all_labels), texts(lengths))
+    check_independence(Answers(over_each_record), texts(lengths))
+
+
+@pytest.mark.parametrize(("loss", "least", "most"), [(over_all_labels, 2.0, 99.0), (over_each_record, 0.0, 1.0)])
+def test_what_it_would_move(loss, least, most):
+    """One long text more makes short ones count for less: the sum of the others moves by more than a bound."""
+
+    def total(lengths):
+        torch.manual_seed(0)
+        model = Answers(loss)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        records = TensorDataset(*texts(lengths, words=1))
+        model, optimizer, loader = erlangen.PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=len(records)), noise_multiplier=1e-9,
+            max_grad_norm=4.0, check=False,
+        )  # fmt: skip
+        for tokens, labels in loader:
+            model(tokens, labels)["loss"].backward()
+            optimizer.step()
+        return len(records) / 4.0 * (before - torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+    short = [1] * 40
+    assert least <= float((total([*short, 6]) - total(short)).norm()) <= most + 1e-3
