@@ -96,6 +96,20 @@ def test_whoever_is_in_two_data_sets_has_spent_both(call, run_folder, tmp_path):
         ledger.spend(Release(acc.gaussian(5.0), neighbouring="replace-one"))
     for other in ("patients.jsonl", "replaced.jsonl"):
         assert call("account", run_folder, tmp_path / other, "--json")["in_all"]["epsilon"]["pld"] == "inf"
+    said = call("account", run_folder, tmp_path / "patients.jsonl")
+    assert "ε = ∞" in said.splitlines()[-2]
+    assert "note: the runs protect different units (patient, record)" in said.splitlines()[-1]
+
+
+def test_runs_are_priced_at_the_delta_they_were_trained_for(call, run_folder, tmp_path):
+    """1e-5 is too much for a data set of a million, and its certificate says another ε."""
+    (run_folder / "config.json").write_text(json.dumps({"delta": 1e-7}))
+    assert call("account", run_folder, "--json")["delta"] == 1e-7
+    assert call("account", run_folder, "--json")["epsilon"] == call("inspect", run_folder, "--json")["epsilon"]
+    with Ledger.create(tmp_path / "more.jsonl", data="digits", run="run2") as ledger:
+        ledger.spend(Release(acc.gaussian(5.0)))
+    assert call("account", run_folder, tmp_path / "more.jsonl", "--json")["delta"] == 1e-7
+    assert call("account", run_folder, "--delta", "1e-4", "--json")["delta"] == 1e-4
 
 
 def test_inspect(call, run_folder):

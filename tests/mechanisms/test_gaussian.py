@@ -178,6 +178,19 @@ def test_diagonal_geometry_clips_in_its_own_norm():
         GaussianMechanism(1.0, 1.0, Diagonal({"w": torch.ones(2), "b": torch.ones(4)})).release(g)
     with pytest.raises(ValueError, match="not positive"):
         Diagonal({"w": torch.zeros(2)})
+    with pytest.raises(ValueError, match="not positive and finite"):
+        Diagonal({"w": -1.0})
+
+
+def test_one_number_is_the_metric_of_all_coordinates():
+    g = {"w": torch.randn(5, 3, 2, dtype=torch.float64), "b": torch.randn(5, 4, dtype=torch.float64)}
+    whole = {"w": torch.full((3, 2), 0.5), "b": torch.full((4,), 2.0)}
+    numbers = GaussianMechanism(1.0, 1.0, Diagonal({"w": 0.5, "b": torch.tensor(2.0)}), StreamNoise(seed=3))
+    spelt = GaussianMechanism(1.0, 1.0, Diagonal(whole), StreamNoise(seed=3))
+    one, other = numbers.release(g, 5), spelt.release(g, 5)
+    for name in g:
+        assert torch.equal(one[name], other[name])
+        assert torch.equal(numbers.covariance(name), spelt.covariance(name))
 
 
 def test_noise_is_drawn_once_per_logical_batch_and_never_again():

@@ -57,6 +57,7 @@ def test_a_run_that_protects_patients_does_not_count_records_unasked(tmp_path):
     result = validate(tmp_path / "run", tmp_path / "patients.npz", 5.0, per_record=True)
     assert result["unit"] == "record"
     assert result["epsilon"] == "inf", "they were trained on, and one of four can turn its patient's gradient by two bounds"
+    assert "training protected each patient as a whole" in result["why_if_trained_on"]
 
 
 def test_records_of_which_some_may_have_been_trained_on_are_told_both(tmp_path, trained):

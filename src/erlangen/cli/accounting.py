@@ -38,7 +38,7 @@ def account(
     sample_rate: float | None = typer.Option(None, help="Poisson sampling probability q."),
     noise_multiplier: float | None = typer.Option(None, help="Noise std / sensitivity σ."),
     steps: int | None = typer.Option(None, help="Number of releases."),
-    delta: float = DELTA,
+    delta: float | None = typer.Option(None, help="Target δ; default the least of the runs' own, else 1e-5."),
     neighbouring: str = typer.Option("add-or-remove-one", help="add-or-remove-one or replace-one."),
     repeat_mean: float | None = typer.Option(
         None, help="Best of a random number of such trainings with this mean (hyper-parameter search; RDP only)."
@@ -58,8 +58,10 @@ def account(
     if runs:
         if repeat_mean is not None:
             raise Misuse("--repeat-mean prices a search that is still to be run; the ledgers of runs are added up")
+        delta = min(map(_delta_of, runs)) if delta is None else delta
         _print(_account_runs(runs, delta, single_copy), as_json, _show_runs)
         return
+    delta = 1e-5 if delta is None else delta
     if opacus_history is not None:
         pairs = list(acc.from_opacus(_opacus(opacus_history)).history)
     else:
@@ -311,6 +313,8 @@ def _show_runs(result: dict[str, Any]) -> None:
     if "in_all" in result:
         print(f"whoever is in all {len(result['data_sets'])} data sets (other fingerprints do not mean other people):")
         _show_price(result["in_all"])
+        for note in result["in_all"].get("notes", []):
+            print(f"note: {note}")
 
 
 def _show_calibration(result: dict[str, Any]) -> None:

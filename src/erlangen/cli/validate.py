@@ -41,7 +41,10 @@ def validate(
         f"{result['releases']} release(s) of this run so far"
     )
     if result["epsilon_if_trained_on"] != result["epsilon"]:
-        typer.echo(f"           ε = {_words(result['epsilon_if_trained_on'])} for a record that the run was trained on, too")
+        why = f": {result['why_if_trained_on']}" if result["why_if_trained_on"] else ""
+        typer.echo(
+            f"           ε = {_words(result['epsilon_if_trained_on'])} for a record that the run was trained on, too{why}"
+        )
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
     for row in result["confusion"]:
         typer.echo("  " + " ".join(f"{n:5d}" for n in row))

@@ -72,15 +72,19 @@ class Geometry:
 
 
 class Diagonal(Geometry):
-    """T = diag(1/m): coordinates with a large m are clipped less and noised more. m must not depend on the data."""
+    """T = diag(1/m): coordinates with a large m are clipped less and noised more. m must not depend on the data.
 
-    def __init__(self, m: Mapping[str, Tensor]) -> None:
-        for name, t in m.items():
+    A single number serves all coordinates of its parameter.
+    """
+
+    def __init__(self, m: Mapping[str, Tensor | float]) -> None:
+        given = {name: t if isinstance(t, Tensor) else torch.tensor(float(t)) for name, t in m.items()}
+        for name, t in given.items():
             if not bool(torch.isfinite(t).all()) or bool((t <= 0).any()):
                 raise ValueError(
                     f"the metric of {name!r} has entries that are not positive and finite: min {float(t.min())}"
                 )
-        self.m = {name: t.detach().clone() for name, t in m.items()}
+        self.m = {name: t.detach().clone() for name, t in given.items()}
         self._inverse = {name: 1.0 / t for name, t in self.m.items()}
 
     def bind(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -89,6 +93,8 @@ class Diagonal(Geometry):
                 raise ValueError(
                     f"the metric has no entry for parameter {name!r}; give one positive number per coordinate"
                 )
+            if not self.m[name].ndim:
+                self.m[name], self._inverse[name] = (t.expand(shape).clone() for t in (self.m[name], self._inverse[name]))
             if self.m[name].shape != shape:
                 raise ValueError(f"the metric of {name!r} has shape {tuple(self.m[name].shape)}, not {tuple(shape)}")
 

@@ -91,7 +91,7 @@ def validate(
             ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
         pairs, notes = ledger.pairs(), list(ledger.book.notes)
     training = _training_ledger(folder)
-    both = _with_training(training, pairs, delta)
+    both, why = _with_training(training, pairs, delta)
     spent = both if training is not None and training.data == data.fingerprint() else epsilon(pairs, delta)
     return {
         "accuracy": right.value,
@@ -102,6 +102,7 @@ def validate(
         "unit": "record",
         "epsilon": spent if math.isfinite(spent) else "inf",
         "epsilon_if_trained_on": both if math.isfinite(both) else "inf",
+        "why_if_trained_on": why,
         "delta": delta,
         "releases": sum(count for _, count in pairs),
         "ledger_notes": notes,
@@ -113,13 +114,16 @@ def _training_ledger(folder: Path) -> Book | None:
     return read_ledger(path) if path.exists() or copy_path(path).exists() else None
 
 
-def _with_training(book: Book | None, validated: list[tuple[DpEvent, int]], delta: float) -> float:
+def _with_training(book: Book | None, validated: list[tuple[DpEvent, int]], delta: float) -> tuple[float, str | None]:
     """ε of a record that was trained on, too: ∞ where nobody knows what that cost, or where training protected another unit, which
-    promises nothing to a single record of it."""
+    promises nothing to a single record of it. And why."""
     if book is None:
-        return math.inf
+        return math.inf, "the run has no ledger that says what training cost"
     units = {release.unit for release, count in zip(book.releases, book.counts, strict=True) if count}
-    return epsilon([*validated, *book.pairs()], delta) if units <= {"record"} else math.inf
+    if units <= {"record"}:
+        return epsilon([*validated, *book.pairs()], delta), None
+    unit = min(units - {"record"})
+    return math.inf, f"training protected each {unit} as a whole, which promises nothing to single records"
 
 
 def _records(folder: Path, source: str | Path, skip_bad: bool) -> Dataset:
