@@ -210,10 +210,11 @@ def difference(mine: Mapping[int, float], other: Mapping[int, float]) -> str:
 def test_geodp_tables(task: str, setting: str, method: str, pick: Pick, still: bool) -> None:
     rivals = {second: p for s, m, p, second in trained(task) if (s, m) == (setting, "DP")}
     values = of_table(task, setting, method, pick)
+    assert len(values) in (1, 3)
     part = task if method in tables.TASKS[task].methods else f"{task}-companions"
     true = measured("geodp-tables")["epsilon"][f"{part} | {setting} | {method}"]
     form = "{:.3g}" if task == "geodp-table2" else "{:,.0f}"
-    label = row_label(setting, method) + (", no momentum" if still else "") + (" (2 seeds)" if len(values) == 2 else "")
+    label = row_label(setting, method) + (", no momentum" if still else "")
     rows, column = {"geodp-table2": ROWS_2, "geodp-table3": ROWS_3}[task], list(tables.TASKS[task].settings).index(setting)
     assert rest("geodp.md", [
         label, "∞" if "inf" in true.values() else " / ".join(form.format(e) for e in true.values()),
