@@ -164,6 +164,9 @@ def test_what_is_no_data_set_is_refused(tmp_path):
     (tree(tmp_path / "hole") / "zebra").mkdir()
     with pytest.raises(DataError, match="hold no usable image: zebra"):
         load(tmp_path / "hole")
+    (tmp_path / "hole" / "zebra" / "1.dcm").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"there are 1 other files, \.dcm: convert them"):
+        load(tmp_path / "hole")
     draw(tree(tmp_path / "stray") / "lonely.png")
     with pytest.raises(DataError, match=r"lie in no class folder: lonely\.png"):
         load(tmp_path / "stray")
@@ -181,6 +184,25 @@ def test_other_files_are_left_aside_and_said(tmp_path):
     (root / "list.csv").write_text("a,b")
     data = load(root)
     assert any("2 file(s) that are no images (.csv, .txt)" in note for note in data.notes)
+    (tmp_path / "two").mkdir()
+    root.rename(tmp_path / "two" / "train")
+    assert any(note.endswith("left aside: train/list.csv, train/cat/readme.txt") for note in load(tmp_path / "two").notes)
+
+
+def test_copies_of_an_image_are_said_unless_they_are_one_units(tmp_path):
+    """A file that is there twice is two records: ε protects each of them, and whoever is on both for 2ε."""
+    root = tmp_path / "d"
+    for k, name in enumerate(("cat", "dog")):
+        for i in range(4):
+            draw(root / name / f"pat{i}" / f"p{i}_{k}.png", 10 * i + k)
+    assert not any("copies" in note for note in load(root).notes)
+    (root / "dog" / "pat3" / "copy.png").write_bytes((root / "cat" / "pat0" / "p0_0.png").read_bytes())
+    (note,) = [note for note in load(root).notes if "copies" in note]
+    assert note.startswith("1 training image(s) are copies of one of another record (dog/pat3/copy.png)")
+    (note,) = [note for note in load(root, "patient", unit_pattern=r"/(pat\d)/").notes if "copies" in note]
+    assert "copies of one of another patient" in note
+    (root / "dog" / "pat3" / "copy.png").rename(root / "cat" / "pat0" / "copy.png")
+    assert not any("copies" in note for note in load(root, "patient", unit_pattern=r"/(pat\d)/").notes)
 
 
 def test_files_in_deeper_folders_count(tmp_path):
@@ -259,7 +281,7 @@ def test_an_owner_must_be_known_and_on_one_side(tmp_path):
     root = patients(tmp_path / "d" / "train")
     with pytest.raises(DataError, match="--unit-pattern"):
         load(root, "patient")
-    with pytest.raises(DataError, match=r"8 image\(s\) have no patient"):
+    with pytest.raises(DataError, match=r"8 image\(s\) have no patient .* is searched in the file's name .*give --unit-csv"):
         load(root, "patient", unit_pattern="^(q)_")
     draw(tmp_path / "d" / "test" / "cat" / "p2_9.png")
     with pytest.raises(DataError, match=r"1 patient\(s\) have images in train and in test \(p2\)"):

@@ -9,7 +9,7 @@ import numpy as np
 from erlangen.data.base import Dataset, digest_of
 from erlangen.data.options import DataOptions
 from erlangen.data.preprocessing import DataError, Preprocessing
-from erlangen.data.shared import refuse_shared_images
+from erlangen.data.shared import refuse_shared_images, remark_on_copies
 
 #: integer formats whose range is known
 _LARGEST = {"uint8": 255.0, "uint16": 65535.0, "bool": 1.0}
@@ -63,6 +63,8 @@ def from_arrays(
         _refuse_shared_owners(name, arrays, unit)
         public = max(public, int(y_test.max(initial=0)) + 1)
         classes = max(classes, public)
+    rows = (hash(row.tobytes()) for row in x_train)
+    remark_on_copies(rows, None if owner is None else owner.tolist(), unit, [f"row {k}" for k in range(len(x_train))], notes)
     if classes > public:
         notes.append(
             f"that there are {classes} classes is read off the private labels, where one record can change it; save class_names "

@@ -19,7 +19,7 @@ from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_un
 from erlangen.data.options import DataOptions
 from erlangen.data.owners import owners
 from erlangen.data.preprocessing import DataError, Preprocessing
-from erlangen.data.shared import refuse_shared_images
+from erlangen.data.shared import refuse_shared_images, remark_on_copies
 
 TEST_NAMES = ("test", "val", "valid", "validation")
 _T = TypeVar("_T")
@@ -46,8 +46,8 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     notes: list[str] = []
     train_root, test_root = _layout(root, notes)
     classes = _classes(train_root)
-    train = _listed(train_root, classes, notes)
-    test = _test_part(test_root, classes, notes) if test_root is not None else None
+    train = _listed(train_root, classes, root, notes)
+    test = _test_part(test_root, classes, root, notes) if test_root is not None else None
     parts = [part for part in (train, test) if part is not None]
     bad = [found for part in parts for found in _look(part)]
     sizes = _mixed_sizes(parts, root, options)
@@ -67,6 +67,8 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     if unit is not None:
         unit_labels = np.array(owners(train.files, train.root, unit, options))
         _refuse_shared_owners(unit_labels, test, unit, options)
+    names = [str(path.relative_to(root)) for path in train.files]
+    remark_on_copies(digests, None if unit_labels is None else unit_labels.tolist(), unit, names, notes)
     _say(parts, prep, notes)
     known = options.channels != "auto" or (test is not None and not all(fact.grey for fact in test.facts))
     if not known:
@@ -110,7 +112,7 @@ def _classes(folder: Path) -> list[str]:
     return names
 
 
-def _listed(root: Path, classes: list[str], notes: list[str]) -> _Part:
+def _listed(root: Path, classes: list[str], top: Path, notes: list[str]) -> _Part:
     stray = sorted(p for p in root.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
     if stray:
         raise DataError(f"{len(stray)} image(s) in {root} lie in no class folder: {named(stray, root)}")
@@ -123,19 +125,22 @@ def _listed(root: Path, classes: list[str], notes: list[str]) -> _Part:
         labels += [k] * len(images)
         others += rest
     if others:
-        kinds = ", ".join(sorted({p.suffix.lower() or "no suffix" for p in others})[:5])
-        notes.append(f"{len(others)} file(s) that are no images ({kinds}) were left aside: {named(others, root)}")
+        notes.append(f"{len(others)} file(s) that are no images ({_kinds(others)}) were left aside: {named(others, top)}")
     return _Part(root, files, labels, [])
 
 
-def _test_part(root: Path, classes: list[str], notes: list[str]) -> _Part:
+def _kinds(files: list[Path]) -> str:
+    return ", ".join(sorted({p.suffix.lower() or "no suffix" for p in files})[:5])
+
+
+def _test_part(root: Path, classes: list[str], top: Path, notes: list[str]) -> _Part:
     strange = sorted(set(_folders(root)) - set(classes))
     if strange:
         raise DataError(f"{root} has classes that train has not: {', '.join(strange[:5])}; use the same folder names")
     missing = sorted(set(classes) - set(_folders(root)))
     if missing:
         notes.append(f"no test images for {', '.join(missing[:5])}")
-    test = _listed(root, [c for c in classes if c not in missing], notes)
+    test = _listed(root, [c for c in classes if c not in missing], top, notes)
     place = {name: k for k, name in enumerate(classes)}
     test.labels = [place[path.relative_to(root).parts[0]] for path in test.files]
     return test
@@ -218,9 +223,11 @@ def _refuse_bad(
 def _refuse_empty(train: _Part, classes: list[str], root: Path) -> None:
     empty = [name for k, name in enumerate(classes) if k not in set(train.labels)]
     if empty:
+        others = [path for name in empty for path in files_under(train.root / name)[1]]
+        there = f" (there are {len(others)} other files, {_kinds(others)}: convert them)" if others else ""
         raise DataError(
             f"{len(empty)} class folder(s) of {train.root} hold no usable image: {', '.join(empty[:5])}; add images "
-            f"({', '.join(SUFFIXES)}) or remove the folder"
+            f"({', '.join(SUFFIXES)}){there} or remove the folder"
         )
 
 

@@ -34,7 +34,8 @@ def owners(files: list[Path], root: Path, unit: str, options: DataOptions, stric
 def _hint(unit: str, options: DataOptions) -> str:
     """What the table calls its files, so that both ways of writing can be seen together."""
     if options.unit_csv is None:
-        return ""
+        where = "path below the folder" if "/" in str(options.unit_pattern) else "file's name (its path, if the pattern has a '/')"
+        return f". The pattern is searched in the {where}; mend it, or give --unit-csv with columns file and {unit}"
     rows = _read_table(Path(options.unit_csv), unit)
     return f". The table has {len(rows)} rows, the first for {next(iter(rows))!r}" if rows else ". The table has no rows"
 

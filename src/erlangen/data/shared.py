@@ -1,6 +1,8 @@
-"""The test set is public: its accuracy, its answers and some of its images are stored as they are."""
+"""Images that are there twice: in training and in the public test set, or under two units of privacy."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -24,3 +26,21 @@ def refuse_shared_images(
         )
     if shared:
         notes.append(f"{what}: the test set is public, and so are they")
+
+
+def remark_on_copies(
+    contents: Iterable[Hashable], owners: Sequence[Hashable] | None, unit: str | None, names: Sequence[str], notes: list[str]
+) -> None:
+    """Say which training images are copies of one of another unit (``owners``; records by default): each copy is protected as if
+    it were somebody else's."""
+    owner: Sequence[Hashable] = range(len(names)) if owners is None else owners
+    first: dict[Hashable, Hashable] = {}
+    copies = [k for k, content in enumerate(contents) if first.setdefault(content, owner[k]) != owner[k]]
+    if not copies:
+        return
+    listed = ", ".join(names[k] for k in copies[:3]) + (f" and {len(copies) - 3} more" if len(copies) > 3 else "")
+    cure = "remove them, or give copies one --unit" if unit is None else f"give them one {unit}"
+    notes.append(
+        f"{len(copies)} training image(s) are copies of one of another {unit or 'record'} ({listed}): each is protected by itself, "
+        f"and whoever is on k of them has spent about kε, not ε; {cure}"
+    )
