@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from statistics import fmean
@@ -48,6 +49,29 @@ def test_geodp_errors_of_a_release(sigma: float, d: int, batch: int) -> None:
     for s in SERIES:
         epsilon = found[f"{where} {s}", "cosine"]["epsilon"]["pld"]
         assert epsilon == "inf" if "published" in s else epsilon == pytest.approx(true)
+
+
+def test_geodp_errors_in_the_text() -> None:
+    """How far the published form and the sound ones are from DP, over all of Figure 3."""
+    found = figure("geodp-fig3.json")
+    cells = {cell.removesuffix(" DP") for cell, _ in found if cell.endswith(" DP")}
+    value = lambda where, name, what: found[f"{where} {name}", what]["mean"]  # noqa: E731
+    text = " ".join(page("geodp.md").split())
+
+    low = [w for w in cells if w.endswith("d=5000 B=2048") and float(w.split(" ")[0].removeprefix("σ=")) <= 1]
+    ratios = {
+        b: sorted(value(w, f"GeoDP as published β={b}", "direction_mse") / value(w, "DP", "direction_mse") for w in low)
+        for b in ("1", "0.1")
+    }
+    assert f"{ratios['1'][0]:.0f} to {ratios['1'][-1]:.0f} times smaller up to σ = 1" in text
+    assert f"the error is {1 / ratios['0.1'][-1]:.1f} to {1 / ratios['0.1'][0]:.1f} times below DP's up to σ = 1" in text
+
+    alike = ("DP", "AUTO-S", "direction")
+    high = [w for w in cells if float(w.split(" ")[0].removeprefix("σ=")) >= 1]
+    cosines = max(max(v) - min(v) for v in ([value(w, m, "cosine") for m in alike] for w in high))
+    gaps = max(abs(value(w, m, "direction_mse") / value(w, "DP", "direction_mse") - 1) for w in high for m in alike)
+    assert (f"{cosines:.3f}", math.ceil(100 * gaps)) == ("0.012", 4)
+    assert "(cosines within 0.012, direction errors within 4 % of DP's)" in text
 
 
 @pytest.mark.parametrize("d", [20_000, 10_000, 5000])
