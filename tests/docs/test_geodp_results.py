@@ -194,6 +194,18 @@ def test_geodp_logistic_regression_shows_every_method_at_its_best(batch: str | N
             assert any(line[0].startswith(label) and line[3] == spread(best, 3) for line in FIGURE_5), (label, spread(best, 3))
 
 
+def test_geodp_logistic_regression_at_three_bounds() -> None:
+    def losses(method: str) -> list[str]:
+        tried = [tables.tried(measured("geodp-fig5")["tuning"], tables.TASKS[part], method, "σ=10") for part in parts(None)]
+        found = {pick: score for each in tried for pick, score in each.items()}
+        return [f"{-max(score for pick, score in found.items() if pick[1] == bound):.2f}" for bound in (0.1, 1.0, 10.0)]
+
+    one, two, three = losses("direction")
+    best = losses("DP")
+    text = " ".join(page("geodp.md").split())
+    assert f"(held out, {one}, {two} and {three} with C = 0.1, 1 and 10, where DP has {best[0]}, {best[1]} and {best[2]})" in text
+
+
 def row_label(setting: str, method: str) -> str:
     """Of Tables II and III."""
     plain = method.replace("published β", "published, β").replace("β=0.1+", "β=0.1 +").replace(" B=8192", ", B = 8192")
