@@ -47,7 +47,8 @@ def final(axis: Any, found: list[dict[str, Any]], theirs: tuple[list[float], lis
     axis.plot([k[0] for k, _ in ours], middle, "_", color="black", markersize=14, label="ours: seeds and median")
     for (epsilon, steps, views), values in last.items():
         mark = "^" if views == 8 else "." if steps <= 135 * epsilon else "x"
-        label = {"x": "2,160 steps", "^": "8 views"}.get(mark)
+        label = {"x": f"{steps:,} steps", "^": "8 views"}.get(mark)
+        mark = "1" if steps == 400 else mark
         axis.plot([epsilon] * len(values), values, mark, color="black", label=label, markersize=4 if mark == "^" else None)
     axis.plot(*theirs, "+", color="tab:red", label="the paper's network, our run")
     axis.set_xlabel("ε (PLD), δ = 1e-5")

@@ -160,6 +160,7 @@ def cifar_cells() -> dict[str, list[Any]]:
 @pytest.mark.parametrize(("name", "start"), [
     ("ε=1", "| 1.00 | 1.10 | 7.256 | 135 |"), ("ε=2", "| 2.00 | 2.18 | 5.495 | 270 |"), ("ε=4", "| 4.00 | 4.34 | 4.227 | 540 |"),
     ("ε=8", "| 8.00 | 8.63 | 3.334 | 1080 |"), ("8 views, ε 2", "| 2.00 | 2.18 | 5.495 | 270 |"),
+    ("200 steps for a unit of ε, ε 2", "| 2.00 | 2.18 | 6.639 | 400 |"),
     ("the paper's 2160 steps, ε 8", "| 8.00 | 8.62 | 4.644 | 2160 |"),
     ("Equivariant-ResNet-9 ε=2", "| 1.84 | 2.00 | 16.4 | 2160 |"), ("Equivariant-ResNet-9 ε=8", "| 7.30 | 7.87 | 5.0 | 2160 |"),
 ])  # fmt: skip
@@ -187,6 +188,9 @@ def test_cifar(name: str, start: str) -> None:
 @pytest.mark.parametrize(("cell", "row"), [
     ("as eq-tuned", "as `eq-tuned` (4 views)"), ("8 views", "8 views"), ("270 steps at σ = 6", "270 steps at σ = 6 (ε = 2.03)"),
     ("each field its own norm", "each field its own norm (the paper's reading)"),
+    ("400 steps at σ = 7.2", "400 steps at σ = 7.2 (ε = 2.05)"), ("mixed views", "views mixed with views of the same record"),
+    ("8 mixed views", "8 mixed views"), ("balanced noise", "REP with the metric `balanced`"),
+    ("falling rate", "rate falling as a cosine"),
 ])  # fmt: skip
 def test_trials_on_a_split(cell: str, row: str) -> None:
     trials = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "tune-eq-tuned.json").read_text())["trials"]
