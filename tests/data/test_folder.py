@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from erlangen.data import DataError, load
+from erlangen.data import DataError, folder, load
 from erlangen.data.images import BadImage, facts, read
 from erlangen.data.preprocessing import Preprocessing
 
@@ -357,3 +357,23 @@ def test_a_test_folder_of_training_images_is_refused(tmp_path):
         (root / "test" / ("cat", "dog")[k % 2] / f"of-{k}.bmp").unlink()
     draw(root / "test" / "dog" / "new.png", 7, size=(5, 6))
     assert any("1 of the 2 images of test are in train" in note for note in load(root).notes)
+
+
+def test_a_bar_has_the_terminal_to_itself(tmp_path, monkeypatch):
+    """Two displays that move would write over each other."""
+    heard = []
+
+    class Spinner:
+        def start(self):
+            heard.append("start")
+
+        def stop(self):
+            heard.append("stop")
+
+    monkeypatch.setattr(folder, "waiting", [Spinner()])
+    load(tree(tmp_path / "d"))
+    assert heard == []
+    monkeypatch.setattr(folder, "MANY", 1)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    load(tmp_path / "d")
+    assert heard == ["stop", "start"] * 2, "once for the headers, once for the pixels"

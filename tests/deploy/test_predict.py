@@ -52,7 +52,9 @@ def test_files_folders_and_arrays_get_the_same_answers(trained, digits, tmp_path
     data = load(digits, normalise="0.3/0.4")
     with torch.no_grad():
         expected = model(torch.from_numpy(data.x_test)).softmax(1).numpy()
-    found = predict(model, card, [digits / "test"], batch=7)
+    counts: list[int] = []
+    found = predict(model, card, [digits / "test"], batch=7, told=counts.append)
+    assert counts == [*range(7, 60, 7), 60], "how far it is"
     assert [row.label for row in found.rows] == [data.class_names[k] for k in expected.argmax(1)]
     np.testing.assert_allclose([row.probabilities for row in found.rows], expected, atol=1e-6)
     assert np.mean([row.label in row.input for row in found.rows]) > 0.5  # it has learnt something, under its own names

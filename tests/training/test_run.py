@@ -34,6 +34,16 @@ def interrupted(folder, after: int, config=SMALL):
         run.train(config, folder, watch=watch)
 
 
+def test_a_wrong_device_is_said_before_the_records_are_read(tmp_path, monkeypatch):
+    run.train(SMALL, tmp_path / "run")
+    monkeypatch.setattr(run, "load_data", lambda config: pytest.fail("reading can take minutes"))
+    wrong = {"device": "gpu"}
+    with pytest.raises(ConfigError, match="device is 'gpu'"):
+        run.train(dataclasses.replace(SMALL, **wrong))
+    with pytest.raises(ConfigError, match="device is 'gpu'"):
+        run.resume(tmp_path / "run", **wrong)
+
+
 def test_ctrl_c_leaves_a_run_that_goes_on_exactly(tmp_path):
     before = signal.getsignal(signal.SIGINT)  # ignored where the tests themselves run in the background
     whole = run.train(SMALL, tmp_path / "a" / "run")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ def predict(
     if out is not None and out.suffix not in (".csv", ".json"):
         raise Misuse(f"--out is {str(out)!r}; give a file that ends in .csv or .json")
     model, card = load_run(run)
-    found = answers(model, card, inputs, resize=resize, skip_bad=skip_bad, key=key, device=device)
+    with _counting() as told:
+        found = answers(model, card, inputs, resize=resize, skip_bad=skip_bad, key=key, device=device, told=told)
     for name, why in found.skipped:
         typer.echo(f"erlangen: note: left out {name}: {why}", err=True)
     if found.aside:
@@ -46,6 +50,19 @@ def predict(
         typer.echo(json.dumps(done) if as_json else f"{len(found.rows)} predictions in {out}")
     else:
         typer.echo(json.dumps(found.to_json()) if as_json else _csv(found), nl=as_json)
+
+
+@contextmanager
+def _counting() -> Iterator[Callable[[int], None]]:
+    """How far it is, on a terminal."""
+    from rich.console import Console
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda count: None
+        return
+    with console.status("predicting") as status:
+        yield lambda count: status.update(f"predicting: {count:,} images")
 
 
 def _csv(found: Any) -> str:

@@ -210,6 +210,8 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from erlangen.data import folder
+
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -241,10 +243,12 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
 
     try:
         if waiting is not None:
+            folder.waiting.append(waiting)
             waiting.start()
         yield watch
     finally:
         if waiting is not None:
+            folder.waiting.remove(waiting)
             waiting.stop()
         if first:
             progress.stop()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,21 @@ from erlangen.data.owners import owners
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 
+#: from here on reading takes long enough for a bar
+MANY = 5000
 TEST_NAMES = ("test", "val", "valid", "validation")
 _T = TypeVar("_T")
+
+
+class Shown(Protocol):
+    """Something on the terminal that moves, as rich's ``Status``."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+#: taken off the terminal while a bar is there: two that move write over each other
+waiting: list[Shown] = []
 
 
 @dataclass
@@ -199,13 +212,19 @@ def _each(function: Callable[..., _T], items: Iterable, doing: str) -> list[_T]:
     values = list(items)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         results = pool.map(function, values)
-        if len(values) < 5000 or not sys.stderr.isatty():
+        if len(values) < MANY or not sys.stderr.isatty():
             return list(results)
         from rich.console import Console
         from rich.progress import track
 
         console = Console(file=sys.stderr)
-        return list(track(results, f"{doing} images", total=len(values), console=console, transient=True))
+        for shown in waiting:
+            shown.stop()
+        try:
+            return list(track(results, f"{doing} images", total=len(values), console=console, transient=True))
+        finally:
+            for shown in waiting:
+                shown.start()
 
 
 def _refuse_bad(

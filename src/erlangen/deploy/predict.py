@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,11 @@ class Predictions:
 
 def predict(
     model: nn.Module, card: ModelCard, inputs: Sequence[str | Path], *, resize: bool = False, skip_bad: bool = False,
-    key: str | None = None, batch: int = 256, device: str = "cpu",
+    key: str | None = None, batch: int = 256, device: str = "cpu", told: Callable[[int], None] | None = None,
 ) -> Predictions:  # fmt: skip
     """Answers for every image of ``inputs``: files, folders (searched through), ``.npz`` and ``.npy`` arrays.
 
-    A file that cannot be read is an error that names it, or listed in ``skipped``.
+    A file that cannot be read is an error that names it, or listed in ``skipped``. ``told`` hears how many answers there are.
     """
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise DataError(f"device is {device!r}, which this machine does not have; use cpu")
@@ -83,6 +83,8 @@ def predict(
             rows.extend(_answers(model, card, names, np.stack(waiting), device, certify, pixel))
             names.clear()
             waiting.clear()
+            if told is not None:
+                told(len(rows))
 
     for name, x in reader.all(inputs):
         if isinstance(x, str):

@@ -34,6 +34,7 @@ from erlangen.deploy.card import ModelCard
 from erlangen.sampling import Units
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
 from erlangen.training.folder import (
     absolute,
@@ -105,6 +106,7 @@ def train(
     if out is not None:  # this and unknown names before the records are read, which can take minutes
         require_free(out, overwrite)
     require_known(config)
+    pick_device(config.device, workers)
     config = replace(config, data=absolute(config.data) if dataset is None else dataset.name)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
@@ -140,6 +142,7 @@ def resume(
     """
     folder = Path(folder)
     config = _resumed_config(folder, changes)
+    pick_device(config.device, workers)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
     _remark_on_shards(config, workers, say)
