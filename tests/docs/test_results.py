@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from scipy.stats import t
 
-from erlangen.experiments.rep import TABLE_1
+from erlangen.experiments.rep import TABLE_1, TUNED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 Runs = list[dict[str, Any]]
@@ -137,6 +137,8 @@ def test_options_that_full_length_chose(name: str, mechanism: str) -> None:
     picks = {(r["lr"], r["clip"]) for r in found["tuning"]}
     best = max(picks, key=lambda pick: held_out_mean(found, mechanism, *pick))
     assert {(r["lr"], r["clip"]) for r in runs} == {best}
+    if mechanism in FOUR:  # `erlangen reproduce` trains with these
+        assert TUNED[found["settings"]["dataset"]]["REP, half power" if mechanism == HALF else mechanism] == best
     runs = [r for r in runs if r["sigma"] == 1.0]
     cells = [
         FULL[name][mechanism], f"{best[0]}, {best[1]}", f"{held_out_mean(found, mechanism, *best):.2f}",
