@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from resumable import Budget, OutOfTime, Results
 from erlangen.data import Dataset, load
 from erlangen.experiments import preset
 from erlangen.training.config import TrainConfig
+from erlangen.training.ema import EMA
 from erlangen.training.session import Session
 
 
@@ -78,14 +79,22 @@ def trials(args: argparse.Namespace) -> Iterator[Trial]:
                 yield Trial(cell.name, config, seed)
 
 
-def train(trial: Trial, data: Dataset) -> dict[str, Any]:
-    """What the held-out records say at the end."""
+def train(trial: Trial, data: Dataset, parts: Sequence[float] = ()) -> dict[str, Any]:
+    """What the held-out records say at the end; with ``parts``, also of averages over other last parts of the steps."""
     started = time.perf_counter()
     session = Session(trial.config, data)
+    averages = {h: EMA(session.model, 1 - 1e-9, h) for h in parts}
     for _ in range(session.config.steps):
         session.step()
+        for average in averages.values():
+            average.update()
     scores = {name.replace("test_", "heldout_"): value for name, value in session.evaluate().items()}
-    return {**trial.given, **scores, "epsilon": session.epsilon(), "seconds": round(time.perf_counter() - started, 1)}
+    own, others = session.ema, {}
+    for h, session.ema in averages.items():
+        others[f"{h:g}"] = session.evaluate()["test_accuracy"]
+    session.ema = own
+    row = {**trial.given, **scores, "epsilon": session.epsilon(), "seconds": round(time.perf_counter() - started, 1)}
+    return {**row, "heldout_accuracy_by_average": others} if others else row
 
 
 def main() -> None:
@@ -96,6 +105,7 @@ def main() -> None:
     parser.add_argument("--holdout", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="only the cells whose name contains one of these")
+    parser.add_argument("--averages", type=float, nargs="+", default=[], help="h: also of averages over the last h-th part")
     parser.add_argument("--steps", type=int, help="in place of the preset's")
     parser.add_argument("--batch", type=int, help="in place of the preset's")
     parser.add_argument("--physical", type=int, help="rows in memory at once, in place of the preset's")
@@ -112,7 +122,7 @@ def main() -> None:
             budget.check()
             name = trial.config.data
             parts[name] = parts[name] if name in parts else split(load(name), args.holdout)
-            row = train(trial, parts[name])
+            row = train(trial, parts[name], args.averages)
             where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
             results.keep("trials", [row], torch=torch.__version__, device=where)
             print(json.dumps(row), flush=True)

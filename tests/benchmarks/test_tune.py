@@ -61,6 +61,14 @@ def test_the_grid_over_the_recipes_choices(tmp_path, monkeypatch, cifar):
         start(monkeypatch, out, "--holdout", "10")
 
 
+def test_averages_over_other_parts_of_the_steps(tmp_path, monkeypatch, cifar):
+    steps = ["--steps", "3", "--averages", "9", "0.01", "1000"]
+    row = start(monkeypatch, tmp_path / "t.json", "--only", "as eq-tuned", *steps)["trials"][0]
+    found = row["heldout_accuracy_by_average"]
+    assert set(found) == {"9", "0.01", "1000"}
+    assert found["9"] == row["heldout_accuracy"], "the average that every run has"
+
+
 def test_no_trial_is_begun_out_of_time(tmp_path, monkeypatch, cifar, capsys):
     with pytest.raises(FileNotFoundError):
         start(monkeypatch, tmp_path / "t.json", "--budget", "0")  # nothing was trained, so nothing was written

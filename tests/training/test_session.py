@@ -362,6 +362,19 @@ def test_ema_forgets_the_start():
     assert float(model.weight.detach()) == 59.0
 
 
+@pytest.mark.parametrize("h", [1.0, 3.0, 9.0])
+def test_ema_is_of_the_last_part(h):
+    model = nn.Linear(1, 1, bias=False)
+    ema = EMA(model, 1 - 1e-9, h)
+    with torch.no_grad():
+        for value in range(1, 1000):
+            model.weight.fill_(float(value))
+            ema.update()
+    assert float(ema.average["weight"]) == pytest.approx(1000 * h / (h + 1), rel=0.01)
+    with pytest.raises(ValueError, match="h is 0"):
+        EMA(model, h=0)
+
+
 def test_adam_bc_subtracts_the_noise():
     p = nn.Parameter(torch.zeros(20000))
     optimizer = AdamBC([p], lr=1.0, betas=(0.0, 0.99))

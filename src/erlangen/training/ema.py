@@ -11,18 +11,21 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """θ̄ ← d_t·θ̄ + (1 − d_t)·θ with d_t = min(decay, (1 + t)/(10 + t)), so that early averages forget the start."""
+    """θ̄ ← d_t·θ̄ + (1 − d_t)·θ with d_t = min(decay, (1 + t)/(1 + h + t)): while the decay has not taken over, the average is
+    mostly of the last h-th part of the steps, so that it forgets the start."""
 
-    def __init__(self, module: nn.Module, decay: float = 0.999, warm_up: bool = True) -> None:
+    def __init__(self, module: nn.Module, decay: float = 0.999, h: float = 9.0) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay is {decay}; an average needs 0 ≤ decay < 1")
-        self.module, self.decay, self.warm_up, self.updates = module, decay, warm_up, 0
+        if h <= 0:
+            raise ValueError(f"h is {h}; an average over the last h-th part of the steps needs h > 0")
+        self.module, self.decay, self.h, self.updates = module, decay, h, 0
         self.average = {n: p.detach().clone() for n, p in module.state_dict().items()}
 
     @torch.no_grad()
     def update(self) -> None:
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warm_up else self.decay
+        decay = min(self.decay, (1 + self.updates) / (1 + self.h + self.updates))
         for name, value in self.module.state_dict().items():
             if value.is_floating_point():
                 self.average[name].lerp_(value, 1 - decay)
