@@ -230,3 +230,18 @@ def test_the_small_case(mechanism: str, row: str) -> None:
     gap = "–" if mechanism == "iso" else paired(by[mechanism], by["iso"])
     cells = [row, str(best), f"{fmean(values):.2f} ± {stdev(values):.2f}", gap]
     assert f"| {' | '.join(cells)} |" in (FOLDER.parent / "methods" / "rep.md").read_text().replace("−", "-")
+
+
+@pytest.mark.parametrize(("name", "row"), [
+    ("rep-table1-full.json", "REP − ISO, C8 CNN, rotated MNIST"), ("rep-fashion-full.json", "REP − ISO, C8 CNN, rotated Fashion-MNIST"),
+])  # fmt: skip
+def test_the_readmes_rows_of_rep(name: str, row: str) -> None:
+    runs: Runs = content(name)["runs"]
+    iso, rep, half = (accuracy(runs, m) for m in ("iso", "rep", HALF))
+    gap, width = paired(rep, iso).split(" ± ")
+    text = (
+        f"{fmean(rep.values()):.2f} - {fmean(iso.values()):.2f} = {float(gap):+.1f} ± {float(width):.1f}; with half the metric "
+        f"{fmean(half.values()):.2f}: {paired(half, iso)} |"
+    )
+    line = next(line for line in (FOLDER.parents[1] / "README.md").read_text().splitlines() if line.startswith(f"| {row} |"))
+    assert text in line.replace("−", "-")
