@@ -233,7 +233,8 @@ def test_the_small_case(mechanism: str, row: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "row"), [
-    ("rep-table1-full.json", "REP − ISO, C8 CNN, rotated MNIST"), ("rep-fashion-full.json", "REP − ISO, C8 CNN, rotated Fashion-MNIST"),
+    ("rep-table1-full.json", "REP − ISO, C8 CNN, rotated MNIST"),
+    ("rep-fashion-full.json", "REP − ISO, C8 CNN, rotated Fashion-MNIST"),
 ])  # fmt: skip
 def test_the_readmes_rows_of_rep(name: str, row: str) -> None:
     runs: Runs = content(name)["runs"]
