@@ -73,6 +73,10 @@ def test_a_run_with_hardly_any_noise_says_what_it_is(tmp_path):
 
 MISUSE = [
     (["train", "--epsilon", "-1"], "epsilon is -1"),
+    (["train", "--epsilon", "three"], "Invalid value for '--epsilon': 'three': "),
+    (["train", "--steps=many"], "Invalid value for '--steps': 'many': "),
+    (["train", "--config", "nowhere.json"], "no file at nowhere.json; give a JSON file of options"),
+    (["train", "--resume", "nowhere"], "there is no config.json; name the folder of a run"),
     (["train", "--delta", "2"], "delta is 2"),
     (["train", "--delta", "soon"], "give a number"),
     (["train", "--data", "nowhere.npz"], "no file at"),

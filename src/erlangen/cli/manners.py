@@ -44,7 +44,7 @@ class Polite(TyperGroup):
         except Exception as error:
             if os.environ.get("ERLANGEN_DEBUG"):
                 raise
-            sys.exit(_end(error, as_json))
+            sys.exit(_end(error, as_json, arguments))
         if code == 130:
             _say("interrupted", as_json)
         sys.exit(code if isinstance(code, int) else 0)
@@ -78,8 +78,9 @@ def _remark(usual: Callable[..., None], message: Warning | str, category: type[W
         usual(message, category, *where)
 
 
-def _end(error: Exception, as_json: bool) -> int:
+def _end(error: Any, as_json: bool, arguments: Sequence[str] = ()) -> int:
     if hasattr(error, "format_message") and hasattr(error, "show"):  # the parser's own: an unknown option, a missing argument
+        _name_value(error, arguments)
         error.show()  # usage, and where to find help
         if as_json:
             print(json.dumps({"error": error.format_message()}))
@@ -88,6 +89,16 @@ def _end(error: Exception, as_json: bool) -> int:
     if type(error).__name__ == "Interrupted":
         return 130
     return 2 if isinstance(error, _MISUSE) else 1
+
+
+def _name_value(error: Any, arguments: Sequence[str]) -> None:
+    """The parser names the option and what it wants, not always what it got."""
+    options = getattr(getattr(error, "param", None), "opts", ())
+    given = [value for word, value in zip(arguments, arguments[1:]) if word in options]
+    given += [word.partition("=")[2] for word in arguments if word.partition("=")[0] in options and "=" in word]
+    message = getattr(error, "message", None)
+    if given and isinstance(message, str) and repr(given[-1]) not in message:
+        error.message = f"{given[-1]!r}: {message}"
 
 
 def _words(error: Exception) -> str:

@@ -204,6 +204,8 @@ def read_options(path: Path) -> dict[str, Any]:
     """The options of a JSON configuration file; what it leaves out keeps its default."""
     try:
         values = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no file at {path}; give a JSON file of options, such as the config.json of a run") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a JSON configuration: {error}") from error
     if not isinstance(values, dict):
