@@ -176,7 +176,7 @@ def test_no_noise_is_certified_as_no_guarantee(tmp_path):
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no run to resume"):
+    with pytest.raises(ConfigError, match=r"no run to resume: there is no config\.json; name the folder of a run"):
         run.resume(tmp_path)
     folder = tmp_path / "run"
     interrupted(folder, 4)

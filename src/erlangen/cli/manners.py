@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
@@ -94,7 +95,7 @@ def _end(error: Any, as_json: bool, arguments: Sequence[str] = ()) -> int:
 def _name_value(error: Any, arguments: Sequence[str]) -> None:
     """The parser names the option and what it wants, not always what it got."""
     options = getattr(getattr(error, "param", None), "opts", ())
-    given = [value for word, value in zip(arguments, arguments[1:]) if word in options]
+    given = [value for word, value in pairwise(arguments) if word in options]
     given += [word.partition("=")[2] for word in arguments if word.partition("=")[0] in options and "=" in word]
     message = getattr(error, "message", None)
     if given and isinstance(message, str) and repr(given[-1]) not in message:

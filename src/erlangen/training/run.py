@@ -191,8 +191,9 @@ def _handed_over(dataset: Dataset, config: TrainConfig) -> Dataset:
 def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
     if not (folder / "config.json").is_file():
         begun = (folder / "ledger.jsonl").exists()
-        cure = f"; it ended before training began: start it again with --out {folder} --overwrite" if begun else "; name the folder of a run"
-        raise ConfigError(f"{folder} holds no run to resume: there is no config.json{cure}")
+        again = f"it ended before training began: start it again with --out {folder} --overwrite"
+        cure = again if begun else "name the folder of a run"
+        raise ConfigError(f"{folder} holds no run to resume: there is no config.json; {cure}")
     not_allowed = set(changes) - {"data", "device", "max_physical_batch", "shard"}
     if not_allowed:
         raise ConfigError(f"{', '.join(sorted(not_allowed))} cannot change in a resumed run; start a new one")
