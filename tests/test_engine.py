@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -158,9 +159,24 @@ def test_epsilon_is_met_and_hardly_missed():
         epochs=3,
         max_grad_norm=1.0,
     )
-    loop(model, optimizer, loader, epochs=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(model, optimizer, loader, epochs=3)
     assert 1.98 < engine.get_epsilon(1e-4) <= 2.0
     assert engine.get_epsilon(1e-4, "rdp") > engine.get_epsilon(1e-4)
+    with pytest.warns(UserWarning, match="more than the target ε = 2") as said:
+        loop(model, optimizer, loader)
+    assert len(said) == 1
+    assert engine.get_epsilon(1e-4) > 2.0
+
+
+def test_a_delta_that_promises_nothing_is_said():
+    model, loader = net(), DataLoader(data(), batch_size=B)
+    options = {"target_epsilon": 2.0, "target_delta": 0.05, "epochs": 1, "max_grad_norm": 1.0}
+    with pytest.warns(UserWarning, match=f"target_delta is 0.05, above 1/{N}"):
+        erlangen.PrivacyEngine().make_private_with_epsilon(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data_loader=loader, **options
+        )
 
 
 def test_a_target_holds_for_all_that_the_engine_spends():

@@ -78,7 +78,7 @@ def test_mistakes_in_the_loop():
         private(model)
     with pytest.raises(ValueError, match="delta"):
         engine.get_epsilon(1.5)
-    for bad in (0, -1):
+    for bad in (0, -1, 2.5, None):
         with pytest.raises(ValueError, match="epochs"):
             erlangen.PrivacyEngine().make_private_with_epsilon(
                 module=net(), optimizer=optimizer, data_loader=loader, target_epsilon=1, target_delta=1e-5, epochs=bad

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -134,9 +135,12 @@ class PrivacyEngine:
         epochs: int,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader]:
-        """As `make_private`, with the least σ for which ``epochs`` epochs, and what this engine spent before, cost at most ε, δ."""
-        if not epochs or epochs < 1:
-            raise ValueError(f"epochs is {epochs}; train for at least one")
+        """As `make_private`, with the least σ for which ``epochs`` epochs, and what this engine spent before, cost at most ε, δ.
+
+        Steps beyond these epochs cost more than ε; the first of them is a warning.
+        """
+        if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 1:
+            raise ValueError(f"epochs is {epochs!r}; give a whole number, at least one")
         if "noise_multiplier" in options:
             raise ValueError("noise_multiplier and target_epsilon exclude each other: leave the noise multiplier out")
         result = self.make_private(
@@ -148,6 +152,7 @@ class PrivacyEngine:
         try:
             steps = epochs * self.training.sampler.steps_per_epoch
             self.training.calibrate(target_epsilon, target_delta, steps, self.method, self.accountant.history)
+            self.training.plan(steps, target_epsilon, target_delta)
         except Exception:
             self.remove()
             raise

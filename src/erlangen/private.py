@@ -56,9 +56,8 @@ class PrivateTraining:
         self, module: nn.Module, optimizer: Optimizer, tape: Tape, mechanism: Mechanism, sampler: Sampler,
         accountant: Accountant, denoiser: Callable[..., Any] | None, workers: Workers | None = None,
     ) -> None:  # fmt: skip
-        # a mechanism may bring its own recorder (clipless sums gradients without a per-sample tape)
         self.module, self.optimizer = module, optimizer
-        self.tape: Tape = mechanism.recorder(tape) if hasattr(mechanism, "recorder") else tape
+        self.tape: Tape = mechanism.recorder(tape)
         self.mechanism, self.sampler, self.accountant, self.denoiser = mechanism, sampler, accountant, denoiser
         self._serial = mechanism.serves = next(_SERIAL)
         self.workers = Workers() if workers is None else workers
@@ -71,7 +70,7 @@ class PrivateTraining:
         #: what else a step releases where the mechanism has σ (a selective update's decision); part of the step's event
         self.extras: list[Callable[[float], DpEvent]] = []
         #: called after each update of the weights; a projection is post-processing
-        self.after_step: list[Callable[[], None]] = [mechanism.after_step] if hasattr(mechanism, "after_step") else []
+        self.after_step: list[Callable[[], None]] = [mechanism.after_step]
         self._last, self._pending, self._tickets = True, False, Tickets()
         #: whether the announced batch is in the mechanism's sum already: a recorded part adds it without the tape
         self.summed = False
@@ -86,6 +85,8 @@ class PrivateTraining:
         #: whether the last call of the optimizer's step was that of a logical batch's last part, and moved the weights
         self.stepped = False
         self._options: list[dict[str, Any]] = []
+        #: the releases at which the target ε is reached, and that ε
+        self._planned: tuple[int, float] | None = None
         #: gradients from before would be mistaken for those of the first backward pass
         self._looked = any(p.grad is not None for p in self.tape.parameters.values())
 
@@ -178,6 +179,13 @@ class PrivateTraining:
     def account(self) -> None:
         """Before anything of this release is used."""
         event = self.event()
+        if self._planned is not None and self.accountant.steps >= self._planned[0]:
+            warnings.warn(
+                f"the steps for which σ was chosen are taken: with this one training costs more than the target ε = "
+                f"{self._planned[1]:g}. Stop here, or give make_private_with_epsilon the epochs you train for",
+                stacklevel=6,
+            )
+            self._planned = None
         self.accountant.record(event)
         for told in self.before_release:
             told(event)
@@ -264,6 +272,16 @@ class PrivateTraining:
             history=history,
         )
         self.set_noise_multiplier(sigma)
+
+    def plan(self, steps: int, target_epsilon: float, delta: float) -> None:
+        """σ was chosen for this many steps from here; say so when they are taken, and where δ promises too little."""
+        units = self.loader.units
+        if delta * units.count > 1:
+            warnings.warn(
+                f"target_delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright; give less",
+                stacklevel=3,
+            )
+        self._planned = (self.accountant.steps + steps, target_epsilon)
 
     def set_noise_multiplier(self, sigma: float) -> None:
         """Settle σ before the first step."""

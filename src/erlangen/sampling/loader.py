@@ -87,7 +87,7 @@ class PrivateLoader(DataLoader):
         workers: Workers | None = None,
     ) -> None:  # fmt: skip
         refuse_iterable(plain)
-        self.private_sampler, self._announce = sampler, announce
+        self.private_sampler, self.units, self._announce = sampler, units, announce
         self._layout = layout_of(plain.dataset)
         self._batches = _Batches(sampler, units, limit, workers or Workers())
         loading: dict[str, Any] = {}
