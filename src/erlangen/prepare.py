@@ -67,7 +67,7 @@ def prepare(
         built = sharded.adopt(built, noise, workers)
         if denoiser is not None or max_physical_batch == "auto":
             raise ValueError("denoiser and max_physical_batch='auto' are not for sharded parameters (FSDP): leave them out")
-    if criterion is not None and hasattr(built, "use_criterion"):
+    if criterion is not None:
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
     joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)

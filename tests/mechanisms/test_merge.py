@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from erlangen.accounting import Accountant
 from erlangen.audit.recipes import Recipe, recipes
-from erlangen.gradients.tape import PerSampleGradients
+from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms import GaussianMechanism, Mechanism, StreamNoise
 from erlangen.mechanisms.clipping import AdaptiveQuantile
 from erlangen.mechanisms.clipping.base import ClippingRule
@@ -98,7 +99,7 @@ def test_a_mechanism_that_does_not_say_is_refused_by_several_workers():
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     mechanism = Silent(1.0, 1.0)
     make = lambda workers: PrivateTraining(  # noqa: E731
-        module, optimizer, None, mechanism, PoissonSampler(4, 2), None, None, workers  # type: ignore[arg-type]
+        module, optimizer, Tape({}, "sum"), mechanism, PoissonSampler(4, 2), Accountant(), None, workers
     )
     make(Workers())
     with pytest.raises(ValueError, match="merge"):

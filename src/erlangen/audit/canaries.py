@@ -183,7 +183,7 @@ def audit_run(
 
 def make_tap(session: Any, release: int, run: int, seed: int) -> Any:
     """Gradient canaries, or records where the mechanism has a recorder of its own in place of per-sample gradients."""
-    if hasattr(session.training.mechanism, "recorder"):
+    if not session.training.mechanism.clips_samples:
         from erlangen.audit.record_canaries import RecordTap
 
         return RecordTap(session, release, run, seed)

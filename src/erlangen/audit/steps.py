@@ -102,7 +102,7 @@ def strongest(step: Step, seed: int = 0) -> list[tuple[float, Tensor, Tensor]]:
 
     Where gradients are clipped every long one is as good as any other; for Clipless this looks for the bound itself.
     """
-    restarts, climb = (RESTARTS, CLIMB) if hasattr(step.mechanism, "recorder") else (2, 3)
+    restarts, climb = (2, 3) if step.mechanism.clips_samples else (RESTARTS, CLIMB)
     plain = copy.deepcopy(step.network).double()  # a copy of a private module is a plain one
     noise = {
         n: torch.as_tensor(step.mechanism.noise_std(n), dtype=torch.float64).clamp(min=1e-12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from erlangen.gradients.pieces import Weight
 from erlangen.gradients.precision import accumulate_dtype
-from erlangen.gradients.tape import PerSampleGradients
+from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms.clipping.base import ClippingRule
 from erlangen.mechanisms.noise import NoiseSource, StreamNoise
 from erlangen.spelling import hint
@@ -53,6 +53,8 @@ class Mechanism(ABC):
     unsound: str | None = None
     #: the serial number of the training that it works for, once it works for one
     serves: int | None = None
+    #: the loss that its sensitivity was certified for; None where any loss will do
+    loss: Any = None
 
     def __init__(self, noise_multiplier: float, noise: NoiseSource | None = None) -> None:
         if not (
@@ -101,6 +103,21 @@ class Mechanism(ABC):
     def metric(self, name: str) -> Weight:
         """The geometry in which layer rules measure norms."""
         return None
+
+    @property
+    def clips_samples(self) -> bool:
+        """Whether it clips the gradients of single samples; a mechanism with a `recorder` of its own does not."""
+        return type(self).recorder is Mechanism.recorder
+
+    def recorder(self, tape: Tape) -> Tape:
+        """What records a backward pass for it: the per-sample tape."""
+        return tape
+
+    def use_criterion(self, criterion: Any) -> None:
+        """The loss that the training loop announces; to be refused where the sensitivity does not cover it."""
+
+    def after_step(self) -> None:
+        """Post-processing of the updated weights, such as a projection."""
 
     @abstractmethod
     def accumulate(self, gradients: PerSampleGradients) -> None:
@@ -194,3 +211,12 @@ def make_mechanism(mechanism: str, context: Context) -> Mechanism:
             f"(--plugin FILE).{hint(mechanism, known)}"
         )
     return known[mechanism](context)
+
+
+def known_options(mechanism: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse an option that would silently do nothing."""
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        meant = "".join(hint(name, known) for name in unknown)
+        takes = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"mechanism {mechanism!r} has no option {unknown}; it takes {takes}.{meant}")

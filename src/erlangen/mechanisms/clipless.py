@@ -33,7 +33,7 @@ from erlangen.lipschitz.bounds import Sensitivities, backpropagate_bounds, outpu
 from erlangen.lipschitz.losses import loss_constant, make_loss
 from erlangen.lipschitz.projection import Projector
 from erlangen.lipschitz.recorder import Recorder, SummedGradients
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
+from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism, unmoved
 from erlangen.mechanisms.noise import NoiseSource
 
 if TYPE_CHECKING:
@@ -292,10 +292,7 @@ def noise_split(bounds: Sensitivities, sigma: float, split: str) -> dict[str, fl
 @register_mechanism("clipless")
 def clipless(context: Context) -> Mechanism:
     """Options: loss, split, precision, certify_every, backstop. The clipping rule is not used: nothing is clipped."""
-    known = {"loss", "split", "precision", "certify_every", "backstop"}
-    if set(context.options) - known:
-        unknown = sorted(set(context.options) - known)
-        raise ValueError(f"mechanism 'clipless' does not know {unknown}; its options are {sorted(known)}")
+    known_options("clipless", context.options, ("loss", "split", "precision", "certify_every", "backstop"))
     return Clipless(context.noise_multiplier, context.module, noise=context.noise, **context.options)
 
 

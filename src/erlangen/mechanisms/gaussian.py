@@ -18,7 +18,7 @@ from torch import Tensor
 from erlangen.accounting import gaussian
 from erlangen.gradients.pieces import Weight
 from erlangen.gradients.tape import PerSampleGradients
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
+from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism, unmoved
 from erlangen.mechanisms.clipping import ClippingRule, Flat
 from erlangen.mechanisms.geometry import Geometry
 from erlangen.mechanisms.noise import NoiseSource
@@ -181,6 +181,5 @@ def finite(
 @register_mechanism("iso")
 def iso(context: Context) -> Mechanism:
     """DP-SGD (Abadi et al. 2016): the identity geometry."""
-    if context.options:
-        raise ValueError(f"mechanism 'iso' takes no options, got {sorted(context.options)}")
+    known_options("iso", context.options, ())
     return GaussianMechanism(context.noise_multiplier, context.clipping, None, context.noise)

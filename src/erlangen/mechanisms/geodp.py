@@ -24,13 +24,12 @@ from torch import Tensor
 from erlangen.accounting import gaussian, non_private
 from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.tape import PerSampleGradients
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism, unmoved
+from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism, unmoved
 from erlangen.mechanisms.clipping import AdaptiveQuantile, ClippingRule, Flat, PerLayer
 from erlangen.mechanisms.encoding import decode, encode
 from erlangen.mechanisms.gaussian import GaussianMechanism, finite
 from erlangen.mechanisms.hyperspherical import angle_blocks, angle_difference, from_spherical, to_spherical, wrapped
 from erlangen.mechanisms.noise import NoiseSource
-from erlangen.mechanisms.spectral import known_options
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism
 from erlangen.mechanisms.frequency import Fourier
 from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.published import PublishedGReDP
-from erlangen.mechanisms.spectral import known_options
 
 READINGS = ("complex", "real", "per-sample")
 

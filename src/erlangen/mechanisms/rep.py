@@ -21,10 +21,9 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from erlangen.mechanisms.balanced import balanced_scales, with_equal_signal
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism
 from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.geometry import Diagonal
-from erlangen.mechanisms.spectral import known_options
 from erlangen.streams import Stream
 
 #: name → the method by which an equivariant layer gives this metric; other layers have the He scale in both
@@ -88,7 +87,7 @@ def _he_scale(owner: nn.Module, local: str, parameter: Tensor) -> float | Tensor
     return math.prod(parameter.shape[1:]) ** -0.5
 
 
-def finite(power: float) -> float:
+def finite_power(power: float) -> float:
     if not math.isfinite(power):
         raise ValueError(f"power is {power}; M^p needs a finite exponent")
     return power
@@ -96,7 +95,7 @@ def finite(power: float) -> float:
 
 def normalised(scales: Mapping[str, Tensor], power: float = 1.0) -> Metric:
     """m^power with geometric mean 1, so that C compares with ISO: M → cM with C → C/c is the same mechanism."""
-    finite(power)
+    finite_power(power)
     logs = {name: power * t.double().log() for name, t in scales.items()}
     count = sum(t.numel() for t in logs.values())
     centre = sum(float(t.sum()) for t in logs.values()) / max(count, 1)
@@ -177,7 +176,7 @@ def aligned_metric(
     module: nn.Module, options: Mapping[str, Any], input_shape: tuple[int, ...] | None = None
 ) -> tuple[Metric, dict[str, Any]]:
     """M from the options ``metric`` and ``power``, and plain facts about it."""
-    chosen, power = options.get("metric", "escnn"), finite(float(options.get("power", 1.0)))
+    chosen, power = options.get("metric", "escnn"), finite_power(float(options.get("power", 1.0)))
     custom = not isinstance(chosen, str)
     if chosen == "balanced":
         shape = options.get("input_shape", input_shape)

@@ -9,22 +9,12 @@ the gradient outside P.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from erlangen.mechanisms.base import Context, Mechanism, register_mechanism
+from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism
 from erlangen.mechanisms.frequency import Fourier
 from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.published import Layerwise
-from erlangen.spelling import hint
-
-
-def known_options(mechanism: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse an option that would silently do nothing."""
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        meant = "".join(hint(name, known) for name in unknown)
-        raise ValueError(f"mechanism {mechanism!r} has no option {unknown}; it takes {', '.join(sorted(known))}.{meant}")
 
 
 @register_mechanism("spectral")

@@ -48,7 +48,7 @@ class Importance:
     """Feeds the norms of a session's units to its sampler, and the weights that undo the sampling to its loss."""
 
     def __init__(self, session: Session, sampler: ImportanceSampler) -> None:
-        if hasattr(session.training.mechanism, "recorder") or session.criterion is not F.cross_entropy:
+        if not session.training.mechanism.clips_samples or session.criterion is not F.cross_entropy:
             raise ConfigError(
                 f"sampling is 'importance', which weights losses before they are clipped; mechanism "
                 f"{session.config.mechanism!r} does not clip. Use sampling 'poisson'"

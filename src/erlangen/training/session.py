@@ -123,7 +123,7 @@ class Session:
         self.denoiser = JamesStein() if config.denoise == "james-stein" else None
         self.judge: Judge | None = None
         self.training = self._private()
-        declared = getattr(self.training.mechanism, "loss", None)  # Clipless: the loss whose constant is certified
+        declared = self.training.mechanism.loss
         self.criterion: Callable[[Tensor, Tensor], Tensor] = (
             declared if isinstance(declared, nn.Module) else F.cross_entropy
         )
@@ -205,7 +205,7 @@ class Session:
 
     def _diagnostics(self) -> StepDiagnostics | None:
         """Errors of the private gradient, where they were asked for and there are per-sample gradients in one process."""
-        if not self.config.non_private or not self.workers.alone or hasattr(self.training.mechanism, "recorder"):
+        if not self.config.non_private or not self.workers.alone or not self.training.mechanism.clips_samples:
             return None
         found = StepDiagnostics(self)
         self.training.watch.append(found.see)
