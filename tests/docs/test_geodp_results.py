@@ -291,7 +291,10 @@ def test_geodp_differences_in_the_text() -> None:
 
 
 def test_geodp_without_noise() -> None:
-    assert f"the network has {noise_free('geodp-tables', 'geodp-table2')} (paper: 99.11)" in " ".join(page("geodp.md").split())
+    text = " ".join(page("geodp.md").split())
+    assert f"the network has {noise_free('geodp-tables', 'geodp-table2')} (paper: 99.11)" in text
+    assert f"(1,953 steps), ours has {noise_free('geodp-tables', 'geodp-table3', seeds=1)} % (one seed," in text
+    assert tables.TASKS["geodp-table3-noise-free"].common["steps"] == 1953
 
 
 @pytest.mark.parametrize("task", ["geodp-table2", "geodp-table3"])
