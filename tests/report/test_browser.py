@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -129,3 +130,16 @@ def test_the_policy_stops_a_script_that_slipped_through(browser, page, tmp_path)
     visit(browser, broken.as_uri())
     assert browser.execute_script("return window.hacked") is None
     assert any("Content Security Policy" in entry["message"] for entry in complaints(browser))
+
+
+@pytest.mark.parametrize("accuracy", [1.0, 0.9987])
+def test_a_flat_curve_has_ticks_that_differ_and_end_at_all(browser, hostile, tmp_path, accuracy):
+    run = read(hostile)
+    history = [{**row, **({"test_accuracy": accuracy} if "test_accuracy" in row else {})} for row in run.history]
+    flat = dataclasses.replace(run, history=history)
+    visit(browser, write(build([flat]), tmp_path / "report.html").as_uri())
+    labels = browser.execute_script(
+        "return [...document.querySelectorAll('#run1-spending .ytick text')].map(e => e.textContent)"
+    )
+    assert len(labels) == len(set(labels)) > 1
+    assert all(float(label.removesuffix("%")) <= 100 for label in labels)

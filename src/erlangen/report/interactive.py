@@ -133,8 +133,8 @@ def _axis(axis: Axis) -> dict[str, Any]:
             "range": [-0.6, len(axis.categories) - 0.4],
             "autotickangles": [0, -40, -90],
         }
-    if axis.percent:
-        out["tickformat"] = ".0%"
+    if axis.percent:  # of a curve that is flat, ticks would all read 100%, or go on to 200%
+        out |= {"tickformat": ".2~%", "minallowed": 0.0, "maxallowed": 1.02}
     if axis.span is not None:
         out["range"] = [math.log10(v) for v in axis.span] if axis.log else list(axis.span)
     return out
