@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from erlangen import terminal
 from erlangen.data import DataError, load, store
 from erlangen.data.archives import read_idx
 from erlangen.data.download import Remote, fetch, unpack
@@ -76,6 +77,23 @@ def test_a_file_arrives_once(server, tmp_path, kind):
     assert path.read_bytes() == CONTENT
     fetch(remote(server, kind), path.parent)
     assert len(server.requests) == 1
+
+
+def test_its_bar_has_the_terminal_to_itself(server, tmp_path, monkeypatch):
+    heard = []
+
+    class Spinner:
+        def start(self):
+            heard.append(f"start after {len(server.requests)} request")
+
+        def stop(self):
+            heard.append(f"stop after {len(server.requests)} request")
+
+    monkeypatch.setattr(terminal, "waiting", [Spinner()])
+    path = fetch(remote(server), tmp_path)
+    assert heard == ["stop after 0 request", "start after 1 request"]
+    fetch(remote(server), path.parent)
+    assert len(heard) == 2, "nothing moves where nothing is fetched"
 
 
 def test_a_broken_transfer_goes_on_where_it_stopped(server, tmp_path):

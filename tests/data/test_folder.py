@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from erlangen import terminal
 from erlangen.data import DataError, folder, load
 from erlangen.data.images import BadImage, facts, read
 from erlangen.data.preprocessing import Preprocessing
@@ -370,7 +371,7 @@ def test_a_bar_has_the_terminal_to_itself(tmp_path, monkeypatch):
         def stop(self):
             heard.append("stop")
 
-    monkeypatch.setattr(folder, "waiting", [Spinner()])
+    monkeypatch.setattr(terminal, "waiting", [Spinner()])
     load(tree(tmp_path / "d"))
     assert heard == []
     monkeypatch.setattr(folder, "MANY", 1)

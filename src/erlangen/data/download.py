@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erlangen.data.preprocessing import DataError
+from erlangen.terminal import alone
 
 try:
     import fcntl
@@ -201,6 +202,6 @@ def progress(name: str) -> Iterator[Told]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+    with alone(), Progress(*columns, console=Console(file=sys.stderr)) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

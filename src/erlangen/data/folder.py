@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,22 +20,12 @@ from erlangen.data.options import DataOptions
 from erlangen.data.owners import owners
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
+from erlangen.terminal import alone
 
 #: from here on reading takes long enough for a bar
 MANY = 5000
 TEST_NAMES = ("test", "val", "valid", "validation")
 _T = TypeVar("_T")
-
-
-class Shown(Protocol):
-    """Something on the terminal that moves, as rich's ``Status``."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-#: taken off the terminal while a bar is there: two that move write over each other
-waiting: list[Shown] = []
 
 
 @dataclass
@@ -218,13 +208,8 @@ def _each(function: Callable[..., _T], items: Iterable, doing: str) -> list[_T]:
         from rich.progress import track
 
         console = Console(file=sys.stderr)
-        for shown in waiting:
-            shown.stop()
-        try:
+        with alone():
             return list(track(results, f"{doing} images", total=len(values), console=console, transient=True))
-        finally:
-            for shown in waiting:
-                shown.start()
 
 
 def _refuse_bad(
