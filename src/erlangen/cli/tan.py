@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -23,12 +22,10 @@ def tan(
 ) -> None:
     """Dry run: predict the accuracy of a large-batch private run at 1/k of its work. The dry run itself is NOT private."""
     from erlangen.accounting.words import upper
-    from erlangen.cli.settings import assigned
-    from erlangen.training.config import TrainConfig, read_options
+    from erlangen.cli.settings import configuration
     from erlangen.training.tan import SAFE, dry_run
 
-    values: dict[str, Any] = read_options(config) if config is not None else {}
-    settings = TrainConfig.from_dict(assigned(values, set_))
+    settings = configuration(config, {}, set_)
     shown = (lambda seed, accuracy: None) if as_json else (lambda s, a: typer.echo(f"  seed {s}: {a:.2%}", err=True))
     result = dry_run(settings, k, range(seeds), out, shown)
     if as_json:

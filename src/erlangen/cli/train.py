@@ -17,7 +17,7 @@ import typer
 from erlangen.accounting.words import upper
 from erlangen.cli.data import CHANNELS, IMAGE_SIZE, SKIP_BAD, UNIT_CSV, UNIT_PATTERN, WHITE, data_options
 from erlangen.cli.manners import Misuse
-from erlangen.cli.settings import assigned, assignment
+from erlangen.cli.settings import configuration
 
 if TYPE_CHECKING:
     from erlangen.training.session import Session
@@ -104,26 +104,13 @@ def train(
         raise Misuse("--single-copy is for --resume: a new run writes both copies of its ledger")
     if delta != "auto":
         values["delta"] = _float("delta", delta)
-    settings = _settings(config, values, set_)
+    settings = configuration(config, values, set_)
     folder = out or Path("runs") / f"{Path(settings.data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     summary = run_with_progress(settings, folder, overwrite, quiet=as_json, tensorboard=tensorboard)
     if as_json:
         typer.echo(json.dumps({**summary, "run": str(folder)}))
     else:
         report(summary, folder)
-
-
-def _settings(file: Path | None, given: dict[str, Any], texts: list[str]) -> Any:
-    """The configuration: what was given here (``--set`` last), then what the file says, then the defaults."""
-    from erlangen.training.config import TrainConfig, read_options
-
-    values = read_options(file) if file is not None else {}
-    named = given.keys() | {assignment(text)[0] for text in texts}
-    if named & {"epsilon", "noise_multiplier"}:  # one given here replaces the other one of the file
-        values = {key: value for key, value in values.items() if key not in ("epsilon", "noise_multiplier")}
-    if "data_options" in given and isinstance(values.get("data_options"), dict):
-        given = {**given, "data_options": values["data_options"] | given["data_options"]}
-    return TrainConfig.from_dict(assigned(values | given, texts))
 
 
 def _refuse_zeros(values: dict[str, Any]) -> None:
@@ -210,7 +197,7 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from erlangen.data import folder
+    from erlangen import terminal
 
     columns = (
         TextColumn("training"),
@@ -243,12 +230,12 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
 
     try:
         if waiting is not None:
-            folder.waiting.append(waiting)
+            terminal.waiting.append(waiting)
             waiting.start()
         yield watch
     finally:
         if waiting is not None:
-            folder.waiting.remove(waiting)
+            terminal.waiting.remove(waiting)
             waiting.stop()
         if first:
             progress.stop()
