@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from erlangen.accounting import Accountant, noise_multiplier
@@ -34,7 +33,7 @@ from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
-from erlangen.training.metrics import calibration_error
+from erlangen.training.metrics import scores
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
 from erlangen.training.stacked import Stack
 from erlangen.training.stacked_release import stacked_release
@@ -286,19 +285,7 @@ class Ensemble:
             return [{} for _ in self.configs]
         x = torch.from_numpy(np.ascontiguousarray(self.dataset.x_test)).to(self.device)
         y = torch.from_numpy(np.ascontiguousarray(self.dataset.y_test)).to(self.device)
-        return [self._scores(logits, y) for logits in self.logits(x)]
-
-    def _scores(self, logits: Tensor, y: Tensor) -> dict[str, float]:
-        p = logits.softmax(1)
-        confidence, prediction = p.max(1)
-        right = (prediction == y).float()
-        loss = float(F.cross_entropy(logits, y))
-        return {
-            "test_accuracy": float(right.mean()),
-            "test_loss": loss if math.isfinite(loss) else float("inf"),
-            "brier": float((p - F.one_hot(y, self.dataset.classes)).square().mean()),
-            "ece": calibration_error(confidence, right),
-        }
+        return [scores(logits, y, self.dataset.classes) for logits in self.logits(x)]
 
     @property
     def releases(self) -> int:

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def evaluate(module: nn.Module, x: Tensor, y: Tensor, classes: int, batch: int = 1024) -> dict[str, float]:
-    """Accuracy, loss, Brier score (mean over classes and samples) and expected calibration error (15 bins)."""
+    """The `scores` of a module in evaluation mode."""
     was_training = module.training
     module.eval()
     logits = torch.cat([module(part).float() for part in x.split(batch)])
     module.train(was_training)
+    return scores(logits, y, classes)
+
+
+def scores(logits: Tensor, y: Tensor, classes: int) -> dict[str, float]:
+    """Accuracy, loss, Brier score (mean over classes and samples) and expected calibration error (15 bins)."""
     p = logits.softmax(1)
     confidence, prediction = p.max(1)
     right = (prediction == y).float()
