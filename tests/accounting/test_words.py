@@ -17,8 +17,11 @@ from erlangen.accounting.words import factor, upper
 
 @pytest.mark.parametrize(
     ("value", "digits", "said"),
-    [(1.0041, 3, "1.01"), (1.0, 3, "1"), (2.9999999, 4, "3"), (0.1, 4, "0.1"), (8.0, 3, "8"), (1234.5, 3, "1.24e+03")],
-)
+    [
+        (1.0041, 3, "1.01"), (1.0, 3, "1"), (2.9999999, 4, "3"), (0.1, 4, "0.1"), (8.0, 3, "8"), (1234.5, 3, "1.24e+03"),
+        (math.inf, 3, "∞"),
+    ],
+)  # fmt: skip
 def test_promises_are_rounded_up(value, digits, said):
     assert upper(value, digits) == said
 

@@ -7,7 +7,9 @@ from decimal import ROUND_CEILING, Context
 
 
 def upper(value: float, digits: int, form: str = "g") -> str:
-    """The least number of this many digits that is not below ``value``."""
+    """The least number of this many digits that is not below ``value``; ∞ where there is none."""
+    if value == math.inf:
+        return "∞"
     rounded = float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value))))
     return f"{rounded:.{digits if form == 'g' else digits - 1}{form}}"
 

@@ -51,8 +51,8 @@ class Plan:
     def remarks(self) -> list[str]:
         """What has to be said before anybody uses the prediction."""
         said = [
-            f"a dry run is not the private run: on the same records each one costs ε = {_words(self.small_epsilon)} by itself, "
-            f"the run they stand for ε = {_words(self.target_epsilon)}; all of them count. Use public data of the same kind"
+            f"a dry run is not the private run: on the same records each one costs ε = {upper(self.small_epsilon, 3)} by itself, "
+            f"the run they stand for ε = {upper(self.target_epsilon, 3)}; all of them count. Use public data of the same kind"
         ]
         if self.dominance < SAFE:
             said.append(
@@ -135,7 +135,3 @@ def dry_run(
     if out is not None:
         write(Path(out) / "tan.json", json.dumps(result.to_json(), indent=2) + "\n")
     return result
-
-
-def _words(value: float) -> str:
-    return upper(value, 3) if math.isfinite(value) else "∞"
