@@ -15,6 +15,7 @@ from erlangen.data import DataError, load
 from erlangen.deploy.card import ModelCard, load_run
 from erlangen.deploy.predict import predict
 from erlangen.training import TrainConfig, run
+from erlangen.training.config import ConfigError
 from erlangen.training.validate import validate
 
 
@@ -95,8 +96,10 @@ def test_bad_inputs_are_named(trained, digits, tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     assert str(tmp_path / "notes.txt") in predict(model, card, [tmp_path], resize=True, skip_bad=True).aside
     if not torch.cuda.is_available():
-        with pytest.raises(DataError, match="device is 'cuda'"):
+        with pytest.raises(ConfigError, match="device is 'cuda'"):
             predict(model, card, [good], device="cuda")
+    with pytest.raises(ConfigError, match="device is 'cudo'; give cpu"):
+        predict(model, card, [good], device="cudo")
     with pytest.raises(DataError, match="no image to predict"):
         predict(model, card, ["none.png"], skip_bad=True)
 

@@ -17,7 +17,7 @@ SMALL = TrainConfig(model="mlp", model_options={"width": 16}, steps=6, batch=64,
 
 def test_predictions_are_those_of_the_released_weights(tmp_path):
     from erlangen.data import load
-    from erlangen.training.validate import load_model
+    from erlangen.deploy.card import load_model
 
     summary = run.train(SMALL, tmp_path / "r").summary
     public = PublicPredictions.load(tmp_path / "r")

@@ -115,3 +115,11 @@ def test_mistakes(trained, tmp_path):
     np.savez(tmp_path / "many.npz", x_train=np.zeros((4, 8, 8)), y_train=np.array([0, 1, 2, 30]))
     with pytest.raises(ConfigError, match="knows 10 classes"):
         validate(trained, tmp_path / "many.npz", 1.0)
+
+
+def test_a_run_that_did_not_finish_says_how_to_go_on(tmp_path, trained):
+    begun = shutil.copytree(trained, tmp_path / "be gun", ignore=shutil.ignore_patterns("summary*"))
+    with pytest.raises(ConfigError, match=r"no summary.json; the run did not finish; go on .* train --resume '.*be gun'"):
+        validate(begun, "digits", 5.0)
+    with pytest.raises(ConfigError, match="name the folder of a finished run"):
+        validate(tmp_path / "nowhere", "digits", 5.0)

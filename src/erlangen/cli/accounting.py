@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import typer
@@ -143,9 +142,9 @@ def _certificate_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     if not (path / "certificate.json").exists():
-        go_on = f"go on with: erlangen train --resume {quote(str(path))}"
-        cure = go_on if (path / "config.json").exists() else "name a finished run"
-        raise Misuse(f"{path} holds no certificate.json, which a run leaves at its end; {cure}")
+        from erlangen.training.folder import how_to_finish
+
+        raise Misuse(f"{path} holds no certificate: there is no certificate.json; {how_to_finish(path)}")
     return path / "certificate.json"
 
 

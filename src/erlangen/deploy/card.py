@@ -101,10 +101,30 @@ class ModelCard:
         return card
 
 
+def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The trained model of a run folder, ready to predict on the CPU."""
+    from safetensors.torch import load_file
+
+    from erlangen.models import make_model
+    from erlangen.training.config import ConfigError, TrainConfig
+    from erlangen.training.folder import how_to_finish
+
+    if not (folder / "weights.safetensors").is_file():
+        raise ConfigError(f"{folder} holds no trained model: there is no weights.safetensors; {how_to_finish(folder)}")
+    config = TrainConfig.from_file(folder / "config.json")
+    model = make_model(config.model, input_shape, classes, **config.model_options)
+    try:
+        model.load_state_dict(load_file(str(folder / "weights.safetensors")))
+    except RuntimeError as error:
+        cause = str(error).splitlines()[-1].strip()
+        raise ConfigError(
+            f"the weights of {folder} do not fit images of shape {input_shape} with {classes} classes: {cause}"
+        ) from error
+    return model.eval()
+
+
 def load_run(folder: str | Path) -> tuple[nn.Module, ModelCard]:
     """The trained model of a run folder, ready to predict on the CPU, and its card."""
-    from erlangen.training.validate import load_model
-
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"no folder at {folder}; give the folder of a finished run, e.g. runs/first")

@@ -67,7 +67,7 @@ class L2Pool(nn.Module):
 
 
 class ScaledMean(nn.Module):
-    """√n times the mean over all dimensions from ``start`` on, or over tokens: Σ/√n."""
+    """√n times the mean over all n positions of a map, or over n ``tokens``: Σ/√n."""
 
     def __init__(self, tokens: bool) -> None:
         super().__init__()

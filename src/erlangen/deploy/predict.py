@@ -17,6 +17,7 @@ from erlangen.data.images import SUFFIXES, BadImage, files_under, read
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.deploy.card import ModelCard
 from erlangen.lipschitz.radius import certified_radius, is_certifiable
+from erlangen.training.device import pick_device
 
 #: arrays of an .npz file that hold images, in the order of preference
 ARRAYS = ("x", "images", "x_test", "x_train")
@@ -68,8 +69,7 @@ def predict(
 
     A file that cannot be read is an error that names it, or listed in ``skipped``. ``told`` hears how many answers there are.
     """
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise DataError(f"device is {device!r}, which this machine does not have; use cpu")
+    device = pick_device(device)
     reader = _Reader(card, resize, key)
     model = model.to(device).eval()
     pixel = _pixel_size(card.preprocessing)

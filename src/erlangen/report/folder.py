@@ -100,7 +100,7 @@ class Run:
 
     def model(self) -> nn.Module:
         """The trained network, from the weights of the folder."""
-        from erlangen.training.validate import load_model
+        from erlangen.deploy.card import load_model
 
         shape = self.summary["data"].get("input_shape")
         if shape is None and self.public is not None:

@@ -90,6 +90,13 @@ def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
         )
 
 
+def how_to_finish(folder: Path) -> str:
+    """The cure where something is missing that a run leaves at its end."""
+    if (folder / "config.json").is_file():
+        return f"the run did not finish; go on with: erlangen train --resume {quote(str(folder))}"
+    return "name the folder of a finished run"
+
+
 def require_free(out: str | Path, overwrite: bool) -> Path:
     """The place of a new run, not touched yet: nothing, an empty folder, or with ``overwrite`` a run that is not under way."""
     folder = Path(out)

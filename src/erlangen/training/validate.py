@@ -10,43 +10,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from erlangen.accounting import epsilon, metrics
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.accounting.ledger_format import Book
 from erlangen.data import Dataset, load
-from erlangen.deploy.card import ModelCard
-from erlangen.models import make_model
+from erlangen.deploy.card import ModelCard, load_model
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.folder import how_to_finish
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-
-
-def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The trained model of a run folder, ready to predict."""
-    if not (folder / "weights.safetensors").is_file():
-        begun = (folder / "config.json").is_file()
-        go_on = f"the run did not finish; go on with: erlangen train --resume {quote(str(folder))}"
-        cure = go_on if begun else "name a run's folder"
-        raise ConfigError(f"{folder} holds no trained model (weights.safetensors): {cure}")
-    config = TrainConfig.from_file(folder / "config.json")
-    model = make_model(config.model, input_shape, classes, **config.model_options)
-    try:
-        model.load_state_dict(load_file(str(folder / "weights.safetensors")))
-    except RuntimeError as error:
-        cause = str(error).splitlines()[-1].strip()
-        raise ConfigError(
-            f"the weights of {folder} do not fit images of shape {input_shape} with {classes} classes: {cause}"
-        ) from error
-    return model.eval()
 
 
 def validate(
@@ -72,7 +51,7 @@ def validate(
         raise ConfigError(f"delta is {delta}; give 0 < δ < 1")
     summary = folder / "summary.json"
     if not summary.is_file():
-        raise ConfigError(f"{folder} holds no finished run: there is no summary.json")
+        raise ConfigError(f"{folder} holds no finished run: there is no summary.json; {how_to_finish(folder)}")
     unit = TrainConfig.from_file(folder / "config.json").unit
     if unit is not None and not per_record:
         raise ConfigError(
