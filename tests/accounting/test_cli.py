@@ -160,6 +160,13 @@ def test_sign(call, run_folder, tmp_path):
     call("sign", path, "--key", key, code=1)
 
 
+def test_a_signature_without_its_package_says_what_to_install(call, run_folder, tmp_path, monkeypatch):
+    path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
+    monkeypatch.setattr("erlangen.extras.find_spec", lambda name: None)
+    call("sign", path, "--key", tmp_path / "key.pem", "--new-key", code=2, words="pip install 'erlangen[sign]'")
+    assert not (tmp_path / "key.pem").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -22,6 +22,7 @@ from erlangen.deploy.card import ModelCard
 from erlangen.deploy.export import _Pipeline, export
 from erlangen.deploy.fold import ExportError, fold, plain
 from erlangen.deploy.source import run_source, source, state
+from erlangen.extras import MissingExtra
 from erlangen.lipschitz.backward_clip import BackwardClip
 from erlangen.models import make_model
 from erlangen.training import TrainConfig, run
@@ -244,6 +245,16 @@ def test_a_wrong_export_is_refused(trained, tmp_path, monkeypatch):
     assert not list((tmp_path / "plain").iterdir())
 
 
+def test_an_export_that_does_not_run_is_not_left_lying_about(trained, tmp_path, monkeypatch):
+    def fails(folder):
+        raise RuntimeError("layers and weights do not fit")
+
+    monkeypatch.setattr(exporting, "run_source", fails)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        export(trained, "torch", tmp_path / "plain")
+    assert not list((tmp_path / "plain").iterdir())
+
+
 def test_misuse(trained, tmp_path):
     with pytest.raises(ExportError, match="torch or onnx"):
         export(trained, "tflite")
@@ -304,9 +315,7 @@ def test_models_in_onnxruntime(name, tmp_path):
     assert done.difference <= 1e-5
 
 
-@pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("onnxruntime") is not None, reason="onnxruntime is installed here"
-)
-def test_without_onnx_the_message_names_the_extra(trained, tmp_path):
-    with pytest.raises(ExportError, match=r"erlangen\[export\]"):
+def test_without_onnx_the_message_names_the_extra(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("erlangen.extras.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"ONNX needs onnx and .*erlangen\[export\]"):
         export(trained, "onnx", tmp_path / "m.onnx")

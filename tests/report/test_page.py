@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from erlangen.cli.extras import require
+from erlangen.extras import require
 from erlangen.report import build, charts, read, render, save
 from erlangen.report.interactive import figure, text
 from erlangen.report.page import _asset, embedded

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from erlangen.extras import require
+
 ALGORITHM = "ed25519"
 
 
@@ -25,9 +27,10 @@ def canonical(document: dict[str, Any]) -> bytes:
 
 def generate_key(path: str | os.PathLike[str]) -> str:
     """Write a new private key (PEM, readable by its owner only); returns the public key in hexadecimal."""
+    module = _module()
     from cryptography.hazmat.primitives import serialization as ser
 
-    key = _module().Ed25519PrivateKey.generate()
+    key = module.Ed25519PrivateKey.generate()
     pem = key.private_bytes(ser.Encoding.PEM, ser.PrivateFormat.PKCS8, ser.NoEncryption())
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "wb") as stream:
@@ -84,8 +87,7 @@ def _public_hex(key: Any) -> str:
 
 
 def _module() -> Any:
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError:
-        raise SigningError("signatures need the cryptography package: pip install 'erlangen[sign]'") from None
+    require("a signature", "sign", "cryptography")
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
     return ed25519

@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-#: the user's values and files; everything else is a failure of the work itself
-_MISUSE = (ValueError, TypeError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+from erlangen.extras import MissingExtra
+
+#: the user's values, files and packages; everything else is a failure of the work itself
+_MISUSE = (ValueError, TypeError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, MissingExtra)
 
 
 class Misuse(ValueError):

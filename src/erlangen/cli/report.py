@@ -23,7 +23,7 @@ def report(
     """Write a self-contained report that works offline: privacy in plain words, accuracy, calibration, noise, audits."""
     if details < 1:
         raise typer.BadParameter(f"details is {details}; give at least one")
-    from erlangen.cli.extras import require
+    from erlangen.extras import require
     from erlangen.report.folder import collect
 
     require("erlangen report", "report", "plotly", "matplotlib", "jinja2")

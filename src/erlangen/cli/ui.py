@@ -20,8 +20,8 @@ def ui(
     as_json: bool = typer.Option(False, "--json", help="Print the address as one JSON object."),
 ) -> None:
     """Serve a read-only page on this machine: runs, comparisons, live training, a privacy calculator. Ctrl-C ends it."""
-    from erlangen.cli.extras import require
     from erlangen.cli.manners import Misuse
+    from erlangen.extras import require
 
     if not runs.is_dir():
         raise Misuse(f"{runs} is not a folder; give the one that holds your runs (erlangen train makes runs/…)")

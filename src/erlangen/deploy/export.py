@@ -24,6 +24,7 @@ from erlangen.deploy.card import ModelCard, load_run
 from erlangen.deploy.fold import ExportError, plain
 from erlangen.deploy.plain_layers import Normalise
 from erlangen.deploy.source import run_source, source, state
+from erlangen.extras import require
 
 #: largest difference to the run's own logits, relative to 1 + the largest logit
 TOLERANCE = 1e-5
@@ -85,9 +86,8 @@ def describe(card: ModelCard, run: Path) -> dict[str, Any]:
         "classes": list(card.labels),
         "model": card.model,
     }
-    certificate = run / "summary.json"
-    if certificate.is_file():
-        summary = json.loads(certificate.read_text())
+    if (run / "summary.json").is_file():
+        summary = json.loads((run / "summary.json").read_text())
         facts["privacy"] = {key: summary["guarantee"][key] for key in ("epsilon", "delta", "unit", "neighbouring")}
         # seeded noise can be drawn again, and statistics without a guarantee may be about: ε alone would say too much
         facts["privacy"] |= {key: summary[key] for key in ("randomness", "non_private") if key in summary}
@@ -106,9 +106,8 @@ def _torch(
     (folder / "weights.safetensors").write_bytes(to_bytes(state(network)))
     (folder / "model.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     files = tuple(folder / name for name in ("model.py", "weights.safetensors", "model.json"))
-    exported = run_source(folder)
     with _or_remove(files):
-        difference = _compared(reference, card, lambda x: exported(x))
+        difference = _compared(reference, card, run_source(folder))
     return Exported("torch", files, difference, f"torch {torch.__version__}")
 
 
@@ -117,12 +116,10 @@ def _onnx(
 ) -> Exported:
     if path.is_dir():
         raise ExportError(f"out is {path}, which is a folder; give a file such as {path / 'model.onnx'}")
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401  (torch's exporter asks for it)
-    except ImportError as error:
-        raise ExportError(f"ONNX needs {error.name}: pip install 'erlangen[export]'") from error
+    require("ONNX", "export", "onnx", "onnxruntime", "onnxscript")  # the last is for torch's exporter
+    import onnx
+    import onnxruntime
+
     path.parent.mkdir(parents=True, exist_ok=True)
     argument = next(str(node.target) for node in network.graph.nodes if node.op == "placeholder")
     with warnings.catch_warnings():
@@ -145,12 +142,9 @@ def _onnx(
         entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     onnx.checker.check_model(proto)
     path.write_bytes(proto.SerializeToString())
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-    def answer(x: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(["logits"], {"image": x.numpy()})[0])
-
     with _or_remove((path,)):
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        answer = lambda x: torch.from_numpy(session.run(["logits"], {"image": x.numpy()})[0])  # noqa: E731
         difference = _compared(reference, card, answer)
     return Exported("onnx", (path,), difference, f"onnxruntime {onnxruntime.__version__}")
 
@@ -167,7 +161,7 @@ def _or_remove(files: tuple[Path, ...]) -> Iterator[None]:
     """A model that failed its check is not left lying about."""
     try:
         yield
-    except ExportError:
+    except Exception:
         for path in files:
             path.unlink(missing_ok=True)
         raise

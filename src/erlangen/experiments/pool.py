@@ -9,11 +9,11 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from erlangen import plugins
+from erlangen.extras import require
 
 Job = TypeVar("Job")
 
@@ -73,8 +73,7 @@ class Pool:
 
 
 def require_ray() -> None:
-    if find_spec("ray") is None:
-        raise ImportError("--cluster needs Ray, which this Python does not have: pip install 'erlangen[cluster]'")
+    require("--cluster", "cluster", "ray")
 
 
 def _refuse_dead(cluster: str | None) -> None:

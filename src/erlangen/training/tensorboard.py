@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from erlangen.training.config import ConfigError
+from erlangen.extras import require
 
 if TYPE_CHECKING:
     from erlangen.training.session import Session
@@ -15,10 +15,9 @@ class Board:
     """A watcher of a run that writes public test metrics and ε; statistics without a guarantee only if they were on."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError("--tensorboard needs the tensorboard package: pip install 'erlangen[tensorboard]'") from error
+        require("--tensorboard", "tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._folder, self._make, self._last = folder, SummaryWriter, -1
         self._writer: Any = None
 
