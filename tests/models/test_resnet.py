@@ -17,6 +17,8 @@ def test_sizes() -> None:
     assert parameters(wrn_40_4()) / 1e6 == pytest.approx(8.9, rel=0.01)
     with pytest.raises(ValueError, match="6n\\+4"):
         wide_resnet(17, 4)
+    with pytest.raises(ValueError, match="activation is 'gelu'; choose mish or relu"):
+        resnet9(activation="gelu")
 
 
 @pytest.mark.parametrize(

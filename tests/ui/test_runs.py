@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -10,7 +11,8 @@ import pytest
 
 from erlangen.accounting import epsilon, read_ledger
 from erlangen.training import TrainConfig, run
-from erlangen.ui.runs import Runs
+from erlangen.ui import views
+from erlangen.ui.runs import Runs, Seen
 from tests.ui.conftest import SMALL
 
 
@@ -70,6 +72,13 @@ def test_details_and_comparison_hold_figures_with_words_and_data(client):
     both = client.json("api/compare", [("name", "first"), ("name", other)])
     assert [f["key"] for f in both["figures"]] == ["pareto", "progress"]
     assert len(both["rows"]) == 2
+
+
+def test_options_do_not_say_where_the_owner_keeps_the_data():
+    config = dataclasses.replace(SMALL, data="/home/owner/scans.npz", data_options={"unit_csv": "/home/owner/patients.csv"})
+    shown = dict(views.detail(Seen("first", "interrupted", config))["options"])
+    assert shown["data"] == "scans.npz"
+    assert shown["data_options"] == '{"unit_csv": "patients.csv"}'
 
 
 def test_a_live_run_is_followed(client, folder):

@@ -30,7 +30,7 @@ DELTA = 1e-5
 class Point:
     """One point of a figure: plain options of the measuring function.
 
-    ``event`` is the release whose error or runtime is measured, as (mechanism, options, σ); None where nothing is
+    ``release`` is the one whose error or runtime is measured, as (mechanism, options, σ); None where nothing is
     released. ``quick`` overrides options where the point is too large for a first look.
     """
 

@@ -49,7 +49,10 @@ def resnet9(
 ) -> nn.Module:
     """ResNet-9 of Klause et al. (2022): Mish, then group norm; 2.4 million parameters at the default layout."""
     first, second, third = layout
-    nonlinear = {"mish": nn.Mish, "relu": nn.ReLU}[activation]
+    known = {"mish": nn.Mish, "relu": nn.ReLU}
+    if activation not in known:
+        raise ValueError(f"activation is {activation!r}; choose {' or '.join(known)}")
+    nonlinear = known[activation]
 
     def block(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
         conv = convolution(inputs, outputs, 3, bias=not standardise, standardise=standardise)

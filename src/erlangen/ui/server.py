@@ -55,10 +55,3 @@ class Server:
 
     def stop(self) -> None:
         self._server.should_exit = True
-
-
-def serve(folder: str | os.PathLike[str], port: int = 0) -> None:
-    """Print the address and serve until Ctrl-C."""
-    server = Server(folder, port)
-    print(server.url, flush=True)
-    server.run()

@@ -13,6 +13,7 @@ from erlangen.report import charts, interactive, overview
 from erlangen.report.chart import Axis, Chart, Heat, Series, floats
 from erlangen.report.folder import Run, finite_or_inf
 from erlangen.report.privacy import statement
+from erlangen.training.folder import without_places
 from erlangen.ui.runs import Seen
 
 #: figures of one run, in order; each is None where the run has nothing to show
@@ -27,13 +28,13 @@ def detail(seen: Seen) -> dict[str, Any]:
     run = seen.as_run()
     words = None if seen.run is None else asdict(statement(seen.run))
     made = [] if run is None else [make(run) for make in (FINISHED if seen.run is not None else LIVE)]
-    options = [] if seen.config is None else list(json.loads(seen.config.to_json()).items())
+    options = {} if seen.config is None else without_places(seen.config)
     return {
         **seen.row(),
         "statement": words,
         "evaluations": len(seen.history),
         "figures": [picture(f) for f in made if f is not None],
-        "options": [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in options],
+        "options": [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in options.items()],
     }
 
 
