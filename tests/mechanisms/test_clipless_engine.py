@@ -222,6 +222,15 @@ def test_a_layer_of_three_methods_is_checked_and_trained():
     assert not torch.equal(gains.detach(), torch.ones(3))
 
 
+def test_an_adaptive_threshold_stays_where_float32_can_follow():
+    """Where all cotangents vanish the threshold falls at every step, and with it the noise: below float32 there would be none."""
+    clip = AdaptiveBackwardClip(1.0)
+    for everybody, end in ((1e9, 1e-12), (-1e9, 1e12)):
+        for _ in range(5000):
+            clip.update(everybody, 1.0)
+        assert clip.bound == end
+
+
 def test_what_cannot_be_bounded_is_refused():
     data = TensorDataset(*batch(40))
     with pytest.raises(TypeError, match="needs a Lipschitz network"):

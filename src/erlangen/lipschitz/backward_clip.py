@@ -16,6 +16,9 @@ from torch import Tensor
 
 from erlangen.lipschitz.base import Activation, LipschitzLayer
 
+#: the least bound that adapting goes to, and one over the largest: squares of shorter cotangents leave float32
+LEAST = 1e-12
+
 
 @dataclass(frozen=True)
 class RowScale:
@@ -118,5 +121,6 @@ class AdaptiveBackwardClip(BackwardClip):
     def update(self, noisy_total: float, expected_batch: float) -> None:
         """Adapt to the private answer; the count starts again."""
         fraction = min(max(noisy_total / expected_batch + 0.5, 0.0), 1.0)
-        self.bound *= math.exp(-self.rate * (fraction - self.quantile))
+        moved = self.bound * math.exp(-self.rate * (fraction - self.quantile))
+        self.bound = min(max(moved, LEAST), 1.0 / LEAST)  # where no cotangent follows, it would leave float32, and noise with it
         self.total = 0.0
