@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "PrivacyEngine": "erlangen.engine",
     "RowMap": "erlangen.gradients.rows",
-    "fix": "erlangen.gradients.independence",
+    "fix": "erlangen.gradients.problems",
 }
 
 __all__ = ["PrivacyEngine", "RowMap", "__version__", "fix"]

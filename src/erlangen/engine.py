@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from erlangen import accounting, saved
-from erlangen.gradients.independence import fix, known_problems
+from erlangen.gradients.problems import fix, known_problems
 from erlangen.mechanisms.base import Mechanism
 from erlangen.mechanisms.clipping.base import ClippingRule
 from erlangen.prepare import prepare

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant
 from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
-from erlangen.gradients.independence import check_independence, check_padding, known_problems
+from erlangen.gradients.independence import check_independence, check_padding
 from erlangen.gradients.losses import check_loss
+from erlangen.gradients.problems import known_problems
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
 from erlangen.private import PrivateTraining

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import erlangen
-from erlangen.gradients.independence import MixesSamples, check_independence, known_problems
+from erlangen.gradients.independence import MixesSamples, check_independence
+from erlangen.gradients.problems import known_problems
 
 
 class Whiten(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from erlangen.circulant import CirculantConv2d, nearest
-from erlangen.gradients.independence import known_problems
+from erlangen.gradients.problems import known_problems
 from erlangen.models import geodp, gredp, make_model
 
 COUNTS = {

@@ -1,4 +1,4 @@
-"""Does any module mix samples? Known ones by type, unknown ones by experiment.
+"""Does any module mix samples? Those that are known by type are `problems`; all others are found by experiment.
 
 The experiment: run a batch, change everything but row 0, run again with the same random numbers. A module whose inputs
 agree in row 0 but whose outputs do not has looked at other rows; per-sample clipping would not bound their influence.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from erlangen.gradients.constant_norm import ConstantNorm, learned
+from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
@@ -30,82 +30,12 @@ _ORDER_UNSEEN = (
     "for each of them. If rows are sorted, flipped or shuffled inside the module, the guarantee does not hold."
 )
 
-_STATEFUL_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
 #: a module's path, itself, and row 0 of what it was given and of what it returned
 _Call = tuple[str, nn.Module, list[Tensor], list[Tensor]]
 
 
 class MixesSamples(ValueError):
     """A module whose output for one record depends on others."""
-
-
-def known_problems(module: nn.Module) -> list[str]:
-    """Modules that are known to mix samples or to keep un-noised statistics, with the cure."""
-    problems = []
-    if isinstance(module, torch.jit.ScriptModule):
-        return ["a ScriptModule hides its layers; pass the nn.Module that it was made from, and script it after training"]
-    for path, m in module.named_modules():
-        where = f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS):
-            keep = "; if it was trained on public data, erlangen.fix(model, public_statistics=True) keeps its statistics"
-            cure = f"use GroupNorm, or call erlangen.fix(model){keep if learned(m) else ''}"
-            problems.append(f"{where} mixes samples; {cure}")
-        elif isinstance(m, _STATEFUL_NORMS) and m.track_running_stats:
-            problems.append(f"{where} keeps running statistics of private records; set track_running_stats=False, "
-                            "or call erlangen.fix(model)")  # fmt: skip
-        elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.max_norm is not None or m.scale_grad_by_freq):
-            problems.append(
-                f"{where} uses max_norm or scale_grad_by_freq, which depend on the whole batch; turn them off"
-            )
-        elif isinstance(m, nn.modules.lazy.LazyModuleMixin) and m.has_uninitialized_params():  # type: ignore[misc]
-            problems.append(f"{where} has no parameters yet; run one forward pass before making it private")
-    return problems
-
-
-def fix(module: nn.Module, public_statistics: bool = False) -> nn.Module:
-    """The module with every known problem replaced: BatchNorm → GroupNorm, running statistics off. In place.
-
-    ``public_statistics`` is for networks that were trained on *public* data: BatchNorm keeps its running statistics as constants
-    (`ConstantNorm`), so that the network computes what it did in evaluation mode.
-    """
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS)]
-    if not public_statistics and any(map(learned, norms)):
-        warnings.warn(
-            "the running statistics of a trained BatchNorm are dropped: with GroupNorm in its place the network computes something "
-            "else, and has to learn again. If it was trained on public data, erlangen.fix(model, public_statistics=True) keeps "
-            "them as constants.",
-            stacklevel=2,
-        )
-    return _fixed(module, public_statistics)
-
-
-def _fixed(module: nn.Module, keep: bool) -> nn.Module:
-    replacement = _replacement(module, keep)
-    if replacement is not None:
-        return replacement
-    for name, child in module.named_children():
-        setattr(module, name, _fixed(child, keep))
-    return module
-
-
-def _replacement(m: nn.Module, keep: bool) -> nn.Module | None:
-    if keep and isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, _STATEFUL_NORMS):
-        return ConstantNorm(m)
-    if isinstance(m, _STATEFUL_NORMS):
-        new: nn.Module = type(m)(m.num_features, m.eps, affine=m.affine, track_running_stats=False)
-    elif isinstance(m, nn.modules.batchnorm._BatchNorm):
-        groups = max(g for g in range(1, min(32, m.num_features) + 1) if m.num_features % g == 0)
-        new = nn.GroupNorm(groups, m.num_features, m.eps, affine=m.affine)
-    elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.max_norm is not None or m.scale_grad_by_freq):
-        m.max_norm, m.scale_grad_by_freq = None, False
-        return m
-    else:
-        return None
-    if m.affine:
-        new.weight, new.bias = m.weight, m.bias
-    return new.train(m.training)
 
 
 def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True) -> None:
@@ -126,10 +56,6 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
             m.training = training
 
 
-def _where(path: str, m: nn.Module) -> str:
-    return f"{type(m).__name__} at {path!r}" if path else f"{type(m).__name__} (the module itself)"
-
-
 def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory) -> None:
     """Row 0 of every output depends on row 0 of the inputs alone, and no buffer and no parameter on any of them."""
     first = _trace(module, inputs)
@@ -141,7 +67,7 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory
         for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
             if same(in_a, in_b) and not same(out_a, out_b):
                 raise MixesSamples(
-                    f"{_where(path, m)} mixes samples: its output for one record changes with the other records of the "
+                    f"{where(path, m)} mixes samples: its output for one record changes with the other records of the "
                     "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
@@ -177,7 +103,7 @@ def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Cal
         # other kernels for other shapes round otherwise, in TF32 and 16 bits by a percent: a third less is more than that
         if len(out_a) == len(out_b) and same(in_a, in_b) and not all(map(_alike, out_a, out_b, itertools.repeat(0.05))):
             raise MixesSamples(
-                f"{_where(path, m)} mixes samples: its output for one record changes with how many records the batch has, so one "
+                f"{where(path, m)} mixes samples: its output for one record changes with how many records the batch has, so one "
                 "more moves the gradients of all others. Let it divide by a constant, not by the length of the batch."
             )
 
