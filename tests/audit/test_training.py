@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from erlangen.audit import canaries, membership, runs
-from erlangen.audit.verdict import CONSISTENT, VIOLATED
+from erlangen.audit.verdict import CONSISTENT, INCONCLUSIVE, VIOLATED
 from erlangen.cli.main import app
 from erlangen.training.config import TrainConfig
 from erlangen.training.run import train
@@ -94,6 +94,13 @@ def test_membership_of_a_users_own_training_function():
     found = ask(constant)
     assert found.verdict == CONSISTENT
     assert abs(found.facts["advantage"]) < 0.15
+    unasked = lambda f, e: membership.audit_training_function(f, x, y, classes=10, epsilon=e, delta=1e-5)  # noqa: E731
+    for claim in (1.0, 3.0):
+        assert unasked(memorise, claim).verdict == VIOLATED, "as many guesses as it takes, without being told"
+        assert unasked(constant, claim).verdict == CONSISTENT
+    found = unasked(memorise, 8.0)
+    assert found.verdict == INCONCLUSIVE
+    assert "--records" in found.reason
 
 
 def test_planted_canaries_are_mislabelled_and_counted_once():

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.audit.one_run import best_guesses, conclude_one_run, guess
+from erlangen.audit.one_run import able_guesses, best_guesses, conclude_one_run, guess
 from erlangen.audit.verdict import CONFIDENCE, Finding
 
 Model = Callable[[Tensor], Tensor]
@@ -52,11 +52,15 @@ def audit_training_function(
     train: Train, x: Tensor, y: Tensor, *, classes: int, epsilon: float, delta: float, canaries: int = 200, name: str = "training",
     guesses: int | None = None, mu: float = 1.0, seed: int = 0, confidence: float = CONFIDENCE,
 ) -> Finding:  # fmt: skip
-    """Train once with canaries; guess each from its loss; bound ε against the claim (ε, δ) of the training function."""
+    """Train once with canaries; guess each from its loss; bound ε against the claim (ε, δ) of the training function.
+
+    Unless told otherwise it makes as many guesses as can refute the claim, and a quarter more, of which some may be wrong.
+    """
     planted = plant(x, y, classes, canaries, seed)
     model = train(planted.x, planted.y)
     scores = -losses(model, planted.canary_x, planted.canary_y)
-    made = best_guesses(canaries, mu, delta) if guesses is None else guesses
+    able = able_guesses(canaries, epsilon, delta, confidence) or 0
+    made = max(best_guesses(canaries, mu, delta), min(canaries, able * 5 // 4)) if guesses is None else guesses
     facts = {"advantage": advantage(scores[planted.included], scores[~planted.included])}
     return conclude_one_run(
         name, "membership", guess(scores, planted.included, made), epsilon, delta, facts, confidence

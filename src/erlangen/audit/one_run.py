@@ -81,6 +81,14 @@ def best_guesses(canaries: int, mu: float, delta: float, alpha: float = 0.05) ->
     return chosen
 
 
+def able_guesses(canaries: int, epsilon: float, delta: float, confidence: float) -> int | None:
+    """The least number of guesses that refute (ε, δ) if all are right; None if this many canaries cannot."""
+    if math.isinf(epsilon):
+        return None
+    able = lambda made: Guesses(canaries, made, made).p_value(epsilon, delta) < 1 - confidence  # noqa: E731
+    return next((made for made in range(2, canaries + 1, 2) if able(made)), None)
+
+
 def conclude_one_run(subject: str, audit: str, guesses: Guesses, epsilon: float, delta: float, facts: dict,
                      confidence: float = CONFIDENCE) -> Finding:  # fmt: skip
     """A finding against the claim (ε, δ) of the whole run."""
@@ -88,10 +96,11 @@ def conclude_one_run(subject: str, audit: str, guesses: Guesses, epsilon: float,
     p = 1.0 if math.isinf(epsilon) else guesses.p_value(epsilon, delta)
     able = math.isinf(epsilon) or guesses.perfect.p_value(epsilon, delta) < 1 - confidence
     verdict = VIOLATED if p < 1 - confidence else CONSISTENT if able else INCONCLUSIVE
+    option = " (--records)" if audit == "membership" else ""
     reason = {
         VIOLATED: f"{guesses.right} of {guesses.made} guesses were right, impossible at the claim (p = {p:.2g})",
         CONSISTENT: f"{guesses.right} of {guesses.made} guesses were right",
-        INCONCLUSIVE: f"{guesses.made} guesses cannot refute the claim even if all are right: use more canaries",
+        INCONCLUSIVE: f"{guesses.made} guesses cannot refute the claim even if all are right: use more canaries{option}",
     }[verdict]
     return Finding(
         subject, audit, verdict, epsilon, delta, None,
@@ -102,4 +111,4 @@ def conclude_one_run(subject: str, audit: str, guesses: Guesses, epsilon: float,
     )  # fmt: skip
 
 
-__all__ = ["Guesses", "best_guesses", "conclude_one_run", "guess"]
+__all__ = ["Guesses", "able_guesses", "best_guesses", "conclude_one_run", "guess"]
