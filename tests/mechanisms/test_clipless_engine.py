@@ -241,6 +241,10 @@ def test_what_cannot_be_bounded_is_refused():
         private(network(), data, loss=nn.MSELoss())
     with pytest.raises(ValueError, match="has no option"):
         private(network(), data, mechanism_options={"clip": 1.0})
+    with pytest.raises(ValueError, match=r"loss 'hinge' has no option .* Did you mean 'margin'"):
+        mechanism(network(), loss={"name": "hinge", "margn": 0.1})
+    with pytest.raises(ValueError, match=r"loss is 'hing'; .* Did you mean 'hinge'"):
+        mechanism(network(), loss="hing")
     with pytest.raises(ValueError, match="split"):
         mechanism(network(), split="fair")
     with pytest.raises(TypeError, match="float32"):

@@ -187,6 +187,7 @@ def test_options_are_checked():
         ({"sampling_options": {"floor": 0.5}}, "takes none"),
         ({"sampling": "importance", "sampling_options": {"flor": 0.5}}, "it takes floor"),
         ({"sampling": "importance", "sampling_options": {"refresh": 0}}, "refresh is"),
+        ({"sampling": "importance", "sampling_options": {"floor": "low"}}, "sampling_options is .*low.*; give numbers"),
         ({"selective": True, "selective_options": {"nois": 1}}, "it takes noise_ratio"),
         ({"selective": True, "selective_options": {"noise_ratio": 0.0}}, "noise_ratio is"),
     ):

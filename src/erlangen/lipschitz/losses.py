@@ -6,12 +6,15 @@ target. A target that makes no sense (a class that does not exist, a number that
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from erlangen.spelling import hint, refuse_unknown
 
 
 class LipschitzLoss(nn.Module):
@@ -160,7 +163,8 @@ def make_loss(loss: Any) -> Any:
     if not isinstance(name, str):
         return loss
     if name not in LOSSES:
-        raise ValueError(f"loss is {name!r}; choose one of {', '.join(LOSSES)}")
+        raise ValueError(f"loss is {name!r}; choose one of {', '.join(LOSSES)}.{hint(name, LOSSES)}")
+    refuse_unknown(f"loss {name!r}", options, list(inspect.signature(LOSSES[name]).parameters))
     return LOSSES[name](**options)
 
 

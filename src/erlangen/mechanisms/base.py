@@ -21,7 +21,7 @@ from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms.clipping.base import ClippingRule
 from erlangen.mechanisms.noise import NoiseSource, StreamNoise
-from erlangen.spelling import hint
+from erlangen.spelling import hint, refuse_unknown
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -215,8 +215,4 @@ def make_mechanism(mechanism: str, context: Context) -> Mechanism:
 
 def known_options(mechanism: str, options: Iterable[str], known: Sequence[str]) -> None:
     """Refuse an option that would silently do nothing."""
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        meant = "".join(hint(name, known) for name in unknown)
-        takes = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"mechanism {mechanism!r} has no option {unknown}; it takes {takes}.{meant}")
+    refuse_unknown(f"mechanism {mechanism!r}", options, known)

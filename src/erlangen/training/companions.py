@@ -16,6 +16,7 @@ from torch import Tensor
 from erlangen.gradients.rows import RowMap
 from erlangen.mechanisms.companions import ImportanceSampler, SelectiveUpdate
 from erlangen.sampling import PoissonSampler
+from erlangen.spelling import refuse_unknown
 from erlangen.training.config import ConfigError, TrainConfig
 
 if TYPE_CHECKING:
@@ -33,15 +34,14 @@ def make_sampler(config: TrainConfig, units: int, run_id: str) -> PoissonSampler
         if config.sampling_options:
             raise ConfigError(f"sampling_options is {config.sampling_options}; sampling 'poisson' takes none")
         return PoissonSampler(units, config.batch, config.seed, run_id, config.secure)
+    refuse_unknown("sampling 'importance'", config.sampling_options, ("floor", "refresh", "as_published"), ConfigError)
     try:
         return ImportanceSampler(
             units, config.batch, config.max_grad_norm, seed=config.seed, run_id=run_id, secure=config.secure,
             **config.sampling_options,
         )  # fmt: skip
     except TypeError as error:
-        raise ConfigError(
-            f"sampling_options is {config.sampling_options}; it takes floor, refresh, as_published"
-        ) from error
+        raise ConfigError(f"sampling_options is {config.sampling_options}; give numbers, as_published true or false") from error
 
 
 class Importance:
@@ -119,12 +119,10 @@ class Judge:
     def __init__(self, session: Session) -> None:
         config = session.config
         options = dict(config.selective_options)
+        refuse_unknown("a selective update", options, ("noise_ratio", "batch", "bound", "threshold"), ConfigError)
         self.session, self.ratio = session, noise_ratio(config)
         options.pop("noise_ratio", None)
         batch = options.pop("batch", config.batch)
-        unknown = set(options) - {"bound", "threshold"}
-        if unknown:
-            raise ConfigError(f"selective_options has {sorted(unknown)}; it takes noise_ratio, batch, bound, threshold")
         options.setdefault("bound", 0.1)
         self.selective = SelectiveUpdate(
             session.units.count, batch, self.ratio, self._charged, seed=config.seed, run_id=session.run_id,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erlangen.spelling import hint
+from erlangen.spelling import hint, refuse_unknown
 
 _RULES: dict[str, type[ClippingRule]] = {}
 
@@ -111,9 +111,6 @@ def make_clipping(clipping: str | ClippingRule, bound: float | Sequence[float] |
     if bound is None:
         raise ValueError("max_grad_norm is missing: give the clipping bound C")
     taken = list(inspect.signature(_RULES[clipping]).parameters.values())
-    known = [p.name for p in taken[1:]]
-    unknown = sorted(set(options) - set(known))
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
-        meant = "".join(hint(name, known) for name in unknown)
-        raise ValueError(f"clipping {clipping!r} has no option {unknown}; it takes {', '.join(known) or 'none'}.{meant}")
+    if not any(p.kind is p.VAR_KEYWORD for p in taken):
+        refuse_unknown(f"clipping {clipping!r}", options, [p.name for p in taken[1:]])
     return _RULES[clipping](bound, **options)  # type: ignore[arg-type]
