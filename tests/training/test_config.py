@@ -60,6 +60,7 @@ def test_what_is_given_stays_and_settling_twice_changes_nothing():
     ("options", "named"),
     [
         ({"selective_options": {"bound": 0.1}}, "selective is off"),
+        ({"optimizer": "adam-bc", "weight_decay": 0.1}, "weight_decay is 0.1; adam-bc has none"),
         ({"mechanism": "clipless", "clipping": "auto-s"}, "clips nothing"),
         ({"mechanism": "clipless", "clipping": "per-layer"}, "clips nothing"),
         ({"mechanism": "clipless", "clipping": "adaptive"}, "clips nothing"),
@@ -74,3 +75,10 @@ def test_an_option_that_would_do_nothing_is_refused(options, named):
 def test_the_same_options_where_they_do_something():
     assert TrainConfig(selective=True, selective_options={"bound": 0.1}).selective
     assert TrainConfig(mechanism="clipless").clipping == "flat"
+    assert TrainConfig(optimizer="adam", weight_decay=0.1).weight_decay == 0.1
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_a_weight_decay_is_a_finite_number_that_is_not_negative(value):
+    with pytest.raises(ConfigError, match=r"weight_decay is .*; give a number ≥ 0"):
+        TrainConfig(weight_decay=value)

@@ -45,7 +45,7 @@ def compare(
     skip_bad: bool = SKIP_BAD,
     steps: int | None = typer.Option(None, help="Number of steps."),
     batch: int | None = typer.Option(None, help="Expected batch size (units of privacy)."),
-    device: str | None = typer.Option(None, help="cpu, cuda or auto."),
+    device: str | None = typer.Option(None, help="auto (default), cpu, cuda or cuda:N."),
     set_: list[str] = typer.Option([], "--set", help="key=value for any option of the configuration."),
     jobs: int | None = typer.Option(None, help="Processes. Default: one per core, or one where there is a GPU."),
     threads: int = typer.Option(1, help="Threads of each process."),

@@ -27,7 +27,7 @@ def predict(
     resize: bool = typer.Option(False, "--resize", help="Scale and crop images of another size."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave out what cannot be read, and say so."),
     key: str | None = typer.Option(None, help="The array of an .npz file that holds the images."),
-    device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
+    device: str = typer.Option("cpu", help="cpu, cuda, cuda:N or auto."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Predict with a trained model. Predictions are post-processing: they cost no privacy, however many."""

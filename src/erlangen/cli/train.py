@@ -57,7 +57,7 @@ def train(
     skip_bad: bool = SKIP_BAD,
     seed: int | None = typer.Option(None, help="Makes the run reproducible, and therefore not fit for release."),
     secure: bool | None = typer.Option(None, "--secure", help="Noise and sampling from the system's secure generator."),
-    device: str | None = typer.Option(None, help="cpu, cuda or auto."),
+    device: str | None = typer.Option(None, help="auto (default), cpu, cuda or cuda:N."),
     shard: bool | None = typer.Option(
         None, "--shard/--no-shard", help="Under torchrun, each process holds a part of the network (FSDP2), not all of it."
     ),

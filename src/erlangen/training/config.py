@@ -86,6 +86,8 @@ class TrainConfig:
             ("steps", self.steps >= 0, "give the number of steps"),
             ("lr", self.lr >= 0 and math.isfinite(self.lr), "give a learning rate > 0"),
             ("momentum", 0 <= self.momentum < 1, "give 0 ≤ momentum < 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "give a number ≥ 0"),
+            ("weight_decay", not self.weight_decay or self.optimizer != "adam-bc", "adam-bc has none: leave it out"),
             ("ema", 0 <= self.ema < 1, "give 0 ≤ ema < 1; 0 turns it off"),
             ("views", self.views >= 1, "give at least one view of each record"),
             ("augment", self.augment in KINDS, f"choose {', '.join(KINDS)}"),
