@@ -82,15 +82,6 @@ def confusion_matrix(
     return PrivateMetric(noisy.astype(np.int64), event, noise_multiplier, 1.0)
 
 
-def accuracy_from_confusion(metric: PrivateMetric) -> float:
-    """Accuracy from an already released confusion matrix: free, because it is post-processing."""
-    import numpy as np
-
-    counts = np.clip(metric.value, 0, None)
-    total = float(counts.sum())
-    return float(np.trace(counts)) / total if total > 0 else math.nan
-
-
 def _labels(values: npt.ArrayLike, name: str) -> Any:
     import numpy as np
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from erlangen.extras import require
+from erlangen.extras import MissingExtra, require
 
 ALGORITHM = "ed25519"
 
@@ -68,7 +68,7 @@ def check(document: dict[str, Any], public_key: str | None = None) -> str | None
         return "the certificate is signed by another key than the expected one"
     try:
         module = _module()
-    except SigningError as error:
+    except MissingExtra as error:
         return str(error)
     from cryptography.exceptions import InvalidSignature
 
