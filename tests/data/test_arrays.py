@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -240,3 +241,10 @@ def test_nobody_is_in_training_and_in_the_public_test_set():
     assert len(from_arrays("mine", {**arrays, "patient_test": np.array([3, 4])}, "patient")) == 4
     with pytest.raises(DataError, match="1 patient"):
         from_arrays("mine", {**arrays, "patient_test": np.array([2, 3])}, "patient")
+
+
+def test_units_are_records_or_their_owners():
+    data = from_arrays("own", arrays())
+    assert data.unit_count == len(data)
+    owned = dataclasses.replace(data, unit=np.arange(len(data)) // 4)
+    assert owned.unit_count == -(-len(data) // 4)

@@ -100,7 +100,7 @@ class CanaryTap:
         """What everybody else's records add to the release: known to the attacker of one of them."""
         m = self.mechanism
         if isinstance(m, GaussianMechanism):
-            return _flat({n: m.geometry.inverse(n, m.geometry.forward(n, t)) for n, t in m._sum.items()})
+            return flat({n: m.geometry.inverse(n, m.geometry.forward(n, t)) for n, t in m._sum.items()})
         return 0.0
 
     def _insert(self, present: Tensor) -> None:
@@ -115,7 +115,7 @@ class CanaryTap:
 
     def _scores(self, released: dict[str, Tensor], known: Tensor | float, expected_batch: float) -> Tensor:
         """Along each canary, in units of the stated noise: N(0, 1) without it and N(1/σ, 1) with it, if all is as stated."""
-        y = _flat(released) * expected_batch - known
+        y = flat(released) * expected_batch - known
         if isinstance(self.mechanism, GaussianMechanism):
             stds = [
                 torch.as_tensor(self.mechanism.noise_std(n), dtype=torch.float64).cpu() for n in self.mechanism.shapes
@@ -153,7 +153,8 @@ def likelihood_ratio(scores: Tensor, mu: Tensor, rate: float) -> Tensor:
     return torch.log1p(rate * torch.expm1((mu * scores - mu * mu / 2).clamp(-50, 50)))
 
 
-def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """One vector in float64, wherever the parameters are."""
     return flatten({n: t.detach().cpu().double() for n, t in tensors.items()})
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erlangen.audit.canaries import Seen, likelihood_ratio
-from erlangen.audit.neighbours import flatten
+from erlangen.audit.canaries import Seen, flat, likelihood_ratio
 from erlangen.audit.steps import reach
 from erlangen.gradients.rows import RowMap
 from erlangen.mechanisms.noise import NoiseSource
@@ -97,7 +96,7 @@ class RecordTap:
         own = torch.stack([self._gradient(k) for k in range(self.release + self.run)])
         self._insert(present)
         released = self._finish(expected_batch)
-        self._score(_flat(released) * expected_batch, own, present)
+        self._score(flat(released) * expected_batch, own, present)
         self._release_in.append(coins)
         self._step += 1
         return released
@@ -135,7 +134,7 @@ class RecordTap:
         with torch.enable_grad():
             named = {n: p for n, p in self.plain.named_parameters() if n in self.mechanism.shapes}
             loss = self.session.criterion(self.plain(self.x[k : k + 1]), self.y[k : k + 1])
-            return _flat(dict(zip(named, torch.autograd.grad(loss, list(named.values())))))
+            return flat(dict(zip(named, torch.autograd.grad(loss, list(named.values())))))
 
     # -- before the run -------------------------------------------------------------------------------------------
 
@@ -169,10 +168,6 @@ class RecordTap:
     @property
     def facts(self) -> dict[str, Any]:
         return {"canary": "records", "largest_share_of_sensitivity": self.strongest}
-
-
-def _flat(tensors: dict[str, Tensor]) -> Tensor:
-    return flatten({n: t.detach().cpu().double() for n, t in tensors.items()})
 
 
 __all__ = ["RecordTap"]

@@ -104,7 +104,7 @@ def check(
     data = load(source, unit, **data_options(unit_pattern, unit_csv, image_size, channels, white, skip_bad))
     names = data.class_names or tuple(str(k) for k in range(data.classes))
     counts = {part: np.bincount(y, minlength=data.classes).tolist() for part, y in _parts(data)}
-    owners = None if data.unit is None else len(np.unique(data.unit))
+    owners = None if data.unit is None else data.unit_count
     if as_json:
         typer.echo(json.dumps({
             "name": data.name, "records": len(data), "input_shape": list(data.input_shape), "class_names": list(names),

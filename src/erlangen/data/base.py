@@ -54,6 +54,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.x_train)
 
+    @property
+    def unit_count(self) -> int:
+        """How many are protected: records, or their owners where ``unit`` says whose they are."""
+        return len(self) if self.unit is None else len(np.unique(np.asarray(self.unit)))
+
     def fingerprint(self) -> str:
         """SHA-256 over the private records in order: says *which* data a budget was spent on, not what it holds."""
         if self.source is not None:

@@ -15,12 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from erlangen.data import Dataset, load
 from erlangen.experiments.measurements import Measurement, Point
 from erlangen.experiments.presets import Cell, Preset, register_preset
-from erlangen.gradients import RowMap, Tape, attach, detach
+from erlangen.experiments.releases import per_sample
 from erlangen.training.config import TrainConfig
 
 PAPER = "Clipless"
@@ -110,20 +109,6 @@ def _network(name: str, hidden: list[int], lipschitz: float, seed: int) -> Any:
         return lipschitz_mlp(data.input_shape, data.classes, hidden=hidden, lipschitz=lipschitz)
 
 
-def _gradients(net: Any, loss: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Every record's own gradient, [n, d]."""
-    tape = Tape(dict(net.named_parameters()))
-    tape.rows = RowMap.regular(len(x))
-    attach(net, tape)
-    try:
-        loss(net(x), y).backward()
-        with torch.no_grad():
-            found = tape.gradients()
-            return torch.cat([found.dense(name).flatten(1) for name, _ in net.named_parameters()], 1)
-    finally:
-        detach(net)
-
-
 def regimes(options: Mapping[str, Any], seed: int) -> dict[str, float]:
     """The certified Δ of a network of D layers of constant K, and the gradients that public records really have."""
     from erlangen.lipschitz import CrossEntropy, backpropagate_bounds
@@ -134,7 +119,7 @@ def regimes(options: Mapping[str, Any], seed: int) -> dict[str, float]:
     bounds = backpropagate_bounds(net, constant)
     data = _data(options["data"])
     x, y = torch.from_numpy(data.x_train[: options["records"]]), torch.from_numpy(data.y_train[: options["records"]])
-    norms = _gradients(net, loss, x, y).double().norm(dim=1)
+    norms = per_sample(net, x, y, loss).double().norm(dim=1)
     return {
         "bound": bounds.total / constant,
         "theorem": math.sqrt(depth) * k ** (depth - 1),
@@ -186,7 +171,7 @@ def variance(options: Mapping[str, Any], seed: int) -> dict[str, float]:
         loss(net(x), y).backward()
         optimizer.step()
         project()
-    g = _gradients(net, loss, x, y).double()
+    g = per_sample(net, x, y, loss).double()
     mean, norms = g.mean(0), g.norm(dim=1)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(len(g), (DRAWS, options["batch"]), generator=generator)

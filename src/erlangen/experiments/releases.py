@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -92,13 +92,13 @@ def gradients(d: int, batch: int, seed: int, epochs: int) -> Tensor:
     return out
 
 
-def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of every record's cross-entropy, [n, d]."""
+def per_sample(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> Tensor:
+    """Every record's own gradient of a loss that is a mean over records, [n, d]."""
     tape = Tape(dict(model.named_parameters()))
     tape.rows = RowMap.regular(len(x))
     attach(model, tape)
     try:
-        F.cross_entropy(model(x), y).backward()
+        loss(model(x), y).backward()
         with torch.no_grad():
             found = tape.gradients()
             return torch.cat([found.dense(name).flatten(1) for name, _ in model.named_parameters()], 1)

@@ -100,7 +100,7 @@ def trial(
     Accounted, the score is released with noise, and the public test accuracy of the very model is kept with it.
     """
     part = split(data, share, split_seed)
-    kept = _units(part) / _units(data)
+    kept = part.unit_count / data.unit_count
     small = dataclasses.replace(config, batch=config.batch * kept)
     session = Session(small, part, run_id=run_id)
     while session.step_count < session.config.steps:
@@ -162,10 +162,6 @@ def calibrate(make_step: Callable[[float], DpEvent], steps: int, trials: float, 
         else:
             high = middle
     return high
-
-
-def _units(data: Dataset) -> int:
-    return len(data) if data.unit is None else len(np.unique(np.asarray(data.unit)))
 
 
 def _between(ends: tuple[float, float], share: float) -> float:

@@ -37,8 +37,7 @@ def stream_id(config: TrainConfig, dataset: Dataset) -> str:
 
     So two seeded runs give the same weights exactly if they should, and never share noise if they differ.
     """
-    units = len(dataset) if dataset.unit is None else len(np.unique(np.asarray(dataset.unit)))
-    options = {k: v for k, v in dataclasses.asdict(config.settled(units)).items() if k not in NO_RESULT}
+    options = {k: v for k, v in dataclasses.asdict(config.settled(dataset.unit_count)).items() if k not in NO_RESULT}
     records = [dataset.fingerprint()]
     if dataset.unit is not None:  # who belongs together is data too
         records.append(digest_of(np.asarray(dataset.unit)))
@@ -77,7 +76,7 @@ def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
     for note in dataset.notes:
         say(note)
     if dataset.unit is not None:
-        say(f"{len(np.unique(dataset.unit))} owners of the {len(dataset)} training records, each protected as one")
+        say(f"{dataset.unit_count} owners of the {len(dataset)} training records, each protected as one")
     if dataset.y_test is None:
         return
     unseen = sorted(set(np.unique(dataset.y_test).tolist()) - set(np.unique(dataset.y_train).tolist()))
