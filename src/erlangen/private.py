@@ -156,7 +156,9 @@ class PrivateTraining:
 
     def _require_one_rate(self) -> None:
         """What the optimizer is told may change with each logical batch, not with its parts: their number is private."""
-        value = lambda v: float(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+        if self._last and not self._pending:  # one part: nothing to compare, and tensors stay where they are
+            return
+        value = lambda v: v.tolist() if isinstance(v, torch.Tensor) else v  # noqa: E731
         now = [{k: value(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if self._pending and now != self._options:
             raise RuntimeError(_RATE_BETWEEN_PARTS)
