@@ -187,3 +187,8 @@ def test_a_cluster_sends_its_files_back(finished, tmp_path):
         ray.shutdown()
     assert again["trials"] == result["trials"]
     assert all((tmp_path / run / "certificate.json").is_file() for run in again["runs"])
+
+
+def test_the_true_epsilon_is_rounded_up():
+    assert comparison_table.true_epsilon({"epsilon": {"pld": 0.99981}}) == "0.9999 (PLD)"
+    assert comparison_table.true_epsilon({"epsilon": {"rdp": 4.33512}}) == "4.336 (RDP)"

@@ -6,6 +6,8 @@ import csv
 import io
 from typing import Any
 
+from erlangen.accounting.words import upper
+
 HEADER = ("ε", "mechanism", "network", "accuracy", "± std", "seeds", "against {first}", "true ε", "setting")
 
 
@@ -34,7 +36,7 @@ def true_epsilon(row: dict[str, Any]) -> str:
     for method in ("pld", "rdp"):
         value = row["epsilon"].get(method)
         if value is not None:
-            return "∞" if value == "inf" else f"{value:.3f} ({method.upper()})"
+            return "∞" if value == "inf" else f"{upper(value, 4)} ({method.upper()})"
     return "–"
 
 
