@@ -114,5 +114,5 @@ def test_misuse_is_answered_with_the_cure(args, words, capsys):
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
 def test_a_cluster_without_ray_names_the_package(capsys):
     code, _, stderr = here(capsys, "compare", "--cluster")
-    assert code == 1
+    assert code == 2
     assert "pip install 'erlangen[cluster]'" in stderr
