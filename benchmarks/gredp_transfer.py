@@ -188,8 +188,8 @@ class Run:
 
     def config(self, weights: str | None, device: str, steps: int, batch: int) -> TrainConfig:
         _, options = METHODS[self.method]
-        model = {"weights": weights, "convolutions": self.convolutions, **options.get("model_options", {})}
-        values: dict[str, Any] = {**options, "model_options": model}
+        model = {"convolutions": self.convolutions, **options.get("model_options", {})}
+        values: dict[str, Any] = {**options, "model_options": model, "weights": weights}
         return TrainConfig(
             data="features", model="resnet18-tail", batch=batch, steps=steps, ema=0.99, momentum=MOMENTUM, max_grad_norm=1.0,
             lr=self.length * (1 - MOMENTUM), epsilon=None, delta=DELTA, seed=self.seed, device=device, evaluations=1,

@@ -156,6 +156,43 @@ def test_wrong_layers_are_caught() -> None:
     SpatialMaxPool(REGULAR, 2).check_equivariance(size=8)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        SpatialMaxPool(REGULAR, 2),
+        SpatialAvgPool(REGULAR, 4),
+        SpatialAvgPool(REGULAR, 5),
+        SteerableConv2d(REGULAR, REGULAR, 4, stride=2, basis="pixel"),
+        SteerableConv2d(REGULAR, REGULAR, 3, stride=3, padding=1),
+        EquivariantSequential(SpatialMaxPool(REGULAR, 2), Pointwise(REGULAR, nn.Mish()), SpatialMaxPool(REGULAR, 2)),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_exact_layers_pass_their_check_without_a_word_about_sizes(layer) -> None:
+    assert layer.check_equivariance().on_grid < 1e-5
+
+
+def test_a_layer_that_is_wrong_at_every_size_is_caught() -> None:
+    broken = SpatialMaxPool(REGULAR, 2)
+    broken.forward = lambda x: nn.functional.max_pool2d(x, 2)[..., :-1, :]  # type: ignore[method-assign]
+    with pytest.raises((EquivarianceError, RuntimeError)):
+        broken.check_equivariance()
+    with pytest.raises(EquivarianceError):
+        check_equivariance(nn.ReLU(), fields(irrep(D4, 1), 2), fields(irrep(D4, 1), 2))
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda m: f"{type(m).__name__}-{m.in_type}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_sixteen_bits_zeros_and_exports_are_finite(layer: EquivariantModule, dtype: torch.dtype) -> None:
+    small = copy.deepcopy(layer).eval().to(dtype)
+    x = torch.zeros(1, layer.in_type.size, 6, 6, dtype=dtype, requires_grad=True)
+    for module in (small, export(small)):
+        out = module(x)
+        assert bool(out.isfinite().all())
+        (grad,) = torch.autograd.grad(out.float().sum(), x, allow_unused=True)
+        assert grad is None or bool(grad.isfinite().all())
+
+
 @pytest.mark.parametrize(("kernel", "stride", "size"), [(2, 2, 32), (3, 1, 33), (3, 2, 33), (3, 3, 33), (4, 4, 32), (5, 3, 35)])
 @pytest.mark.parametrize("group", [cyclic(5), C8, dihedral(3)], ids=str)
 def test_pooling_keeps_its_bound_between_the_angles_of_the_grid(group: Group, kernel: int, stride: int, size: int) -> None:
@@ -183,6 +220,15 @@ def test_refusals_name_the_cure() -> None:
         FieldDropout(REGULAR, 1.0)
     with pytest.raises(ValueError, match="in_type and out_type"):
         check_equivariance(nn.ReLU())
+    for group in (cyclic(4), D4):
+        FourierNonlinearity(group, 1, 2, nn.Mish()).check_equivariance()
+        with pytest.raises(ValueError, match="frequency of at most 1"):
+            FourierNonlinearity(group, 2, 2, nn.Mish())
+    with pytest.raises(ValueError, match="at least one representation"):
+        fields([])
+    for wrong in ({"padding": "same"}, {"padding": (1, 1)}, {"kernel_size": (3, 3)}, {"groups": 0}, {"stride": 0}, {"dilation": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*whole number"):
+            SteerableConv2d(REGULAR, REGULAR, **{"kernel_size": 3, **wrong})
     with pytest.raises(ValueError, match="has 24 channels"):
         transform(torch.zeros(1, 3, 4, 4), REGULAR, D4.elements[0])
 

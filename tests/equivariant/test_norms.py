@@ -129,3 +129,12 @@ def test_errors() -> None:
         EquivariantGroupNorm(fields(irrep(so2(), 1), 2))
     with pytest.raises(ValueError, match="fields of one kind"):
         EquivariantGroupNorm(regular_fields(cyclic(4), 1) + trivial_fields(cyclic(4), 1))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+def test_an_empty_batch_passes(norm):
+    """Poisson draws nobody now and then, and that step is noise alone."""
+    x = torch.zeros(0, norm.in_type.size, 5, 5, requires_grad=True)
+    out = norm(x)
+    assert out.shape == x.shape
+    out.sum().backward()

@@ -107,6 +107,31 @@ def test_a_metric_read_off_a_buffer_is_refused():
         build("rep", nn.Sequential(Running()))
 
 
+@pytest.mark.parametrize("kept", ["attribute", "counter", "mask"])
+def test_a_metric_read_off_anything_that_records_have_touched_is_refused(kept):
+    class Remembers(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.seen = torch.ones(3)
+            self.register_buffer("counter", torch.tensor(7))
+            self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+
+        def forward(self, x):
+            self.seen = x.detach().abs().mean(0)
+            return super().forward(x)
+
+        def init_std(self):
+            read = {"attribute": self.seen, "counter": self.counter, "mask": self.mask.float() + 1}[kept]
+            return {"weight": read.expand(2, 3) + 1e-3, "bias": torch.ones_like(self.bias)}
+
+    module = nn.Sequential(Remembers())
+    module(torch.randn(5, 3))
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'0\.weight' changes with the weights"):
+        build("rep", module)
+    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items()), "the network itself is left alone"
+
+
 def test_computed_weights_have_the_metric_of_their_layer_and_are_shuffled():
     class Halved(nn.Module):
         def forward(self, w):
@@ -208,6 +233,12 @@ def test_a_custom_metric_is_normalised_and_checked():
         build("rep", module, metric={"0.weight": torch.ones(2, 2)})
     with pytest.raises(ValueError, match="positive"):
         build("rep", module, metric={"0.weight": torch.zeros(2, 2), "0.bias": 1.0})
+    with pytest.raises(ValueError, match=r"'0\.wieght', which is no trainable parameter.*0\.weight"):
+        build("rep", module, metric={"0.wieght": 1.0, "0.weight": 1.0, "0.bias": 1.0})
+    with pytest.raises(ValueError, match=r"'0\.weight' has shape \(3,\), the parameter \(2, 2\)"):
+        build("rep", module, metric={"0.weight": torch.ones(3), "0.bias": 1.0})
+    with pytest.raises(ValueError, match="metric is a Tensor"):
+        build("rep", module, metric=torch.ones(6))
 
 
 def test_options_that_do_nothing_are_refused():

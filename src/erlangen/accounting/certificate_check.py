@@ -295,6 +295,9 @@ def _against_options(document: Mapping[str, Any], book: Book) -> list[str]:
     for name in shown if isinstance(shown, list) else ():
         if name not in document["non_private"]:
             problems.append(f"non_private does not name {name!r:.40}, which the ledger does")
+    weights = book.header.get("weights")
+    if weights is not None and not any(isinstance(words, str) and str(weights) in words for words in document["not_covered"]):
+        problems.append(f"not_covered does not name the weights that training began with, SHA-256 {weights!s:.64}")
     return problems
 
 

@@ -13,6 +13,7 @@ from erlangen.cli import (
     data,
     export,
     predict,
+    prior,
     report,
     reproduce,
     sensitivity,
@@ -63,6 +64,7 @@ predict.register(app)
 export.register(app)
 data.register(app)
 tan.register(app)
+prior.register(app)
 ui.register(app)
 
 

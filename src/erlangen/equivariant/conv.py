@@ -59,6 +59,12 @@ class SteerableConv2d(EquivariantModule):
         super().__init__(in_type, out_type)
         if in_type.group != out_type.group:
             raise ValueError(f"types of different groups {in_type.group} and {out_type.group}; insert Restrict between")
+        for name, value, least in (
+            ("kernel_size", kernel_size, 1), ("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1),
+            ("groups", groups, 1),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give one whole number of at least {least}: both directions are alike here")
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.groups, self.padding_mode, self.standardise, self.eps = groups, padding_mode, standardise, eps
         grid = KernelGrid.build(kernel_size, 1 if stretch else dilation, rings, widths, cutoff)

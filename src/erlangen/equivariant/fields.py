@@ -101,6 +101,8 @@ class FieldType:
 def fields(rho: Representation | Sequence[Representation], count: int = 1) -> FieldType:
     """``count`` copies of the given representation(s)."""
     parts = (rho,) if isinstance(rho, Representation) else tuple(rho)
+    if not parts:
+        raise ValueError("a type needs at least one representation, and was given none")
     return FieldType(parts[0].group, parts * count)
 
 

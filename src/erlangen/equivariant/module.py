@@ -47,7 +47,7 @@ class EquivariantModule(ConstantsModule, Exportable):
         self.out_type = out_type
 
     def check_equivariance(
-        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
+        self, size: int | None = None, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
     ) -> EquivarianceReport:
         """Compare f(g·x) with g·f(x) over the group of the output; see :func:`check_equivariance`.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType, fields, trivial_fields
 from erlangen.equivariant.groups import Group
 from erlangen.equivariant.module import EquivariantModule, require_permutation
-from erlangen.equivariant.plain import Gate, NormGate, fourier, members
+from erlangen.equivariant.plain import Gate, NormGate, above_zero, fourier, members
 from erlangen.equivariant.representations import fourier_matrix, spectral
 
 
@@ -82,7 +82,7 @@ class NormNonlinearity(EquivariantModule):
 def field_norms(x: Tensor, field_of: Tensor, count: int, eps: float) -> Tensor:
     """√(‖x_f‖² + ε) of each field, [batch, fields, …]."""
     squares = x.new_zeros(x.shape[0], count, *x.shape[2:]).index_add(1, field_of, x.square())
-    return (squares + eps).sqrt()
+    return (squares + above_zero(eps, x)).sqrt()
 
 
 class GatedNonlinearity(EquivariantModule):

@@ -54,7 +54,7 @@ class EquivariantGroupNorm(EquivariantModule):
         if not self.per_element:
             return F.group_norm(x, self.groups, weight, bias, self.eps)
         shape = x.shape
-        split = x.view(shape[0], self.groups, -1, self.field_size, *shape[2:]).transpose(2, 3)
+        split = x.view(shape[0], self.groups, len(self.in_type) // self.groups, self.field_size, *shape[2:]).transpose(2, 3)
         normal = F.group_norm(split.reshape(shape), self.groups * self.field_size, eps=self.eps)
         normal = normal.view(split.shape).transpose(2, 3).reshape(shape)
         if weight is None or bias is None:

@@ -29,6 +29,11 @@ def members(field_of: Tensor, fields: int, like: Tensor) -> Tensor:
     return F.one_hot(field_of, fields).T.to(like)
 
 
+def above_zero(eps: float, x: Tensor) -> float:
+    """ε, or the smallest number that the precision of ``x`` tells from zero well: float16 has no 1e-10."""
+    return max(eps, torch.finfo(x.dtype).tiny)
+
+
 class Scale(nn.Module):
     """A constant times the input."""
 
@@ -86,7 +91,7 @@ class FieldNorms(nn.Module):
         self.sum, self.eps = pointwise_conv(members), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.sum(x.square()) + self.eps).sqrt()
+        return (self.sum(x.square()) + above_zero(self.eps, x)).sqrt()
 
 
 class NormGate(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType, trivial_fields
 from erlangen.equivariant.module import EquivariantModule, bound_off_grid, require_permutation
 from erlangen.equivariant.nonlinearities import field_norms
-from erlangen.equivariant.plain import DropFields, FieldNorms, members
+from erlangen.equivariant.plain import DropFields, FieldNorms, members, pointwise_conv
 
 
 class SpatialMaxPool(EquivariantModule):
@@ -68,8 +68,9 @@ class GroupPool(EquivariantModule):
         if self.mode == "norm":
             return FieldNorms(members(self.field_of, len(self.in_type), self.like), self.eps)
         size = self.in_type.distinct[0].size
-        pool: nn.Module = nn.MaxPool3d((size, 1, 1)) if self.mode == "max" else nn.AvgPool3d((size, 1, 1))
-        return nn.Sequential(nn.Unflatten(1, (len(self.in_type), size)), pool, nn.Flatten(1, 2))
+        if self.mode == "mean":
+            return pointwise_conv(members(self.field_of, len(self.in_type), self.like) / size)
+        return nn.Sequential(nn.Unflatten(1, (len(self.in_type), size)), nn.MaxPool3d((size, 1, 1)), nn.Flatten(1, 2))
 
 
 class FieldDropout(EquivariantModule):

@@ -38,7 +38,7 @@ class EquivariantSequential(nn.Sequential, Exportable):
         return nn.Sequential(*(export(layer) for layer in self)).train(self.training)
 
     def check_equivariance(
-        self, size: int = 33, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
+        self, size: int | None = None, tolerance: float = 1e-5, off_grid_tolerance: float | None = None
     ) -> EquivarianceReport:
         """Compare f(g·x) with g·f(x) over the group of the output; off the grid to the sum of the layers' bounds."""
         bound = self.off_grid_bound if off_grid_tolerance is None else off_grid_tolerance

@@ -83,11 +83,10 @@ def spread(cells: tuple[Part, ...], count: int = QUICK_CELLS) -> tuple[Part, ...
 
 def _quick(config: TrainConfig) -> TrainConfig:
     """Two small steps; weights that somebody has to make first are left out."""
-    options = {name: value for name, value in config.model_options.items() if name != "weights"}
     batch, views = min(config.batch or QUICK_BATCH, QUICK_BATCH), min(config.views, QUICK_VIEWS)
     return dataclasses.replace(
         config, steps=QUICK_STEPS, evaluations=1, batch=batch, views=views, max_physical_batch=QUICK_BATCH * views,
-        model_options=options,
+        weights=None,
     )  # fmt: skip
 
 
@@ -152,10 +151,10 @@ def cell_privacy(cell: Cell, records: int) -> dict[str, Any]:
 
 def needed(config: TrainConfig) -> str | None:
     """The file of public weights that a run reads and the command that makes it; its privacy does not depend on either."""
-    weights, made = config.model_options.get("weights"), f"{config.model}-"
-    if weights is None or not str(weights).startswith(made):
-        return None if weights is None else str(weights)
-    data = str(weights).removeprefix(made).replace("-", "_")
+    weights, made = config.weights, f"{config.model}-"
+    if weights is None or not weights.startswith(made):
+        return weights
+    data = weights.removeprefix(made).replace("-", "_")
     how = f"python -m erlangen.experiments.pretrain --data {data} --model {config.model} --out $ERLANGEN_DATA"
     return f"{weights}.safetensors in $ERLANGEN_DATA, made by: {how}"
 
@@ -183,8 +182,7 @@ def release_event(config: TrainConfig, sigma: float) -> DpEvent:
     from erlangen.models import make_model
 
     shape, classes = SHAPES[config.data]
-    options = {name: value for name, value in config.model_options.items() if name != "weights"}  # shapes will do
-    model = make_model(config.model, shape, classes, **options)
+    model = make_model(config.model, shape, classes, **config.model_options)  # whatever the weights
     rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
     context = Context(sigma, rule, StreamNoise(0), model, config.batch, config.mechanism_options)
     mechanism = make_mechanism(config.mechanism, context)

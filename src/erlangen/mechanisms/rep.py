@@ -24,6 +24,7 @@ from erlangen.mechanisms.balanced import balanced_scales, with_equal_signal
 from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism
 from erlangen.mechanisms.gaussian import GaussianMechanism
 from erlangen.mechanisms.geometry import Diagonal
+from erlangen.spelling import hint
 from erlangen.streams import Stream
 
 #: name → the method by which an equivariant layer gives this metric; other layers have the He scale in both
@@ -103,18 +104,13 @@ def normalised(scales: Mapping[str, Tensor], power: float = 1.0) -> Metric:
 
 
 def structural_metric(module: nn.Module, metric: str = "escnn") -> Metric:
-    """`initial_scales`, after proof that they do not depend on the values of parameters and buffers.
+    """`initial_scales`, after proof that they do not depend on the values of parameters, buffers and other tensors.
 
     A network that was trained before holds private information in its weights; a metric read off them would leak it.
     So the scales are computed again from a copy with other weights, and must be the same to the last bit.
     """
     scales = initial_scales(module, metric)
-    twin = copy.deepcopy(module)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in [*twin.parameters(), *twin.buffers()]:
-            p.copy_(torch.randn(p.shape, generator=generator).to(p) if p.is_floating_point() else p)
-    again = initial_scales(twin, metric)
+    again = initial_scales(_with_other_values(module), metric)
     changed = [name for name, m in scales.items() if not torch.equal(m, again[name])]
     if changed:
         raise ValueError(
@@ -124,13 +120,41 @@ def structural_metric(module: nn.Module, metric: str = "escnn") -> Metric:
     return scales
 
 
+def _with_other_values(module: nn.Module) -> nn.Module:
+    """A copy in which every tensor that a layer keeps, be it a plain attribute, has other values.
+
+    Whole numbers of our own layers and of escnn's are indices, part of the structure; of others they may count records.
+    """
+    twin = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in twin.modules():
+            known = type(layer).__module__.startswith(("erlangen.", "escnn."))
+            kept = [*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values()]
+            for t in (t for t in kept if isinstance(t, Tensor)):
+                if t.is_floating_point() or t.is_complex():
+                    t.copy_(torch.randn(t.shape, generator=generator).to(t))
+                elif not known:
+                    t.copy_(torch.randint(0, 2, t.shape, generator=generator).to(t) if t.dtype == torch.bool else t + 1)
+    return twin
+
+
 def custom_metric(module: nn.Module, given: Mapping[str, Any]) -> Metric:
     """A metric from the caller, by parameter name; whoever gives it vouches that it was not made from private data."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"metric is a {type(given).__name__}; give a name, or tensors by parameter name: {{'0.weight': …}}")
     metric: Metric = {}
-    for name, _, _, parameter in _places(module):
+    places = {name: parameter for name, _, _, parameter in _places(module)}
+    if strange := sorted(set(given) - set(places)):
+        raise ValueError(f"the metric has an entry {strange[0]!r}, which is no trainable parameter.{hint(strange[0], list(places))}")
+    for name, parameter in places.items():
         if name not in given:
             raise ValueError(f"the metric has no entry for parameter {name!r}; give one positive number per coordinate")
-        metric[name] = torch.as_tensor(given[name]).to(parameter).expand(parameter.shape).clone()
+        try:
+            metric[name] = torch.as_tensor(given[name]).to(parameter).expand(parameter.shape).clone()
+        except RuntimeError as error:
+            shape = tuple(torch.as_tensor(given[name]).shape)
+            raise ValueError(f"the metric of {name!r} has shape {shape}, the parameter {tuple(parameter.shape)}") from error
         if not bool(torch.isfinite(metric[name]).all()) or bool((metric[name] <= 0).any()):
             raise ValueError(f"the metric of {name!r} holds {float(metric[name].min())}; entries must be positive")
     return metric

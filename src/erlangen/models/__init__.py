@@ -52,7 +52,8 @@ def models() -> list[str]:
     return sorted(_MODELS)
 
 
-def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+def make_model(name: str, input_shape: tuple[int, ...], classes: int, weights: str | None = None, **options: Any) -> nn.Module:
+    """The network of that name, from *public* ``weights`` (a file, see `erlangen.models.public`) if they are given."""
     if name not in _MODELS:
         known, meant = ", ".join(models()), hint(name, models())
         raise ValueError(f"model is {name!r}; choose one of {known}, or load what registers it (--plugin FILE).{meant}")
@@ -60,18 +61,27 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
     if isinstance(builder, str):
         module, function = builder.split(":")
         builder = getattr(importlib.import_module(module), function)
+    own = weights is not None and "weights" in _options(builder)  # what comes after them (freezing, say) is the builder's
+    if own:
+        options["weights"] = weights
     try:
         if "num_classes" in inspect.signature(builder).parameters:
-            return builder(num_classes=classes, in_channels=input_shape[0], **options)
-        return builder(input_shape, classes, **options)
+            model = builder(num_classes=classes, in_channels=input_shape[0], **options)
+        else:
+            model = builder(input_shape, classes, **options)
     except TypeError as error:
         stranger = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if stranger is None or stranger[1] not in options:
             raise
-        free = sorted(_options(builder))
+        free = sorted(_options(builder) - {"weights"})
         raise ValueError(
             f"model {name!r} has no option {stranger[1]!r}; it takes {', '.join(free) or 'none'}.{hint(stranger[1], free)}"
         ) from error
+    if weights is None or own:
+        return model
+    from erlangen.models.public import load_public
+
+    return load_public(model, weights)
 
 
 def _options(builder: Callable[..., Any]) -> set[str]:

@@ -18,9 +18,7 @@ block-circulant, which is where the paper's gain is real.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from erlangen.circulant import make_circulant
+from erlangen.models.public import load_public
 
 
 def circulant(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -148,40 +147,6 @@ def resnet18(
     if weights is not None:
         load_public(model, weights)
     return model if convolutions is None else fine_tune(model, convolutions)
-
-
-def load_public(model: nn.Module, weights: str) -> nn.Module:
-    """Weights trained on public data: a .safetensors or torch file, or the name of one in ``$ERLANGEN_DATA``.
-
-    Every tensor must fit by name and shape, but for the last linear layer, which keeps its own weights where the file
-    has another number of classes or none. Nothing is unpickled but tensors.
-    """
-    path = next((p for p in _places(weights) if p.is_file()), None)
-    if path is None:
-        raise ValueError(
-            f"weights is {weights!r}, and there is no such file; give the path of a checkpoint of public training, or make "
-            "one with: python -m erlangen.experiments.pretrain"
-        )
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        found = load_file(str(path))
-    else:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        found = found.get("state_dict", found)
-    head = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
-    own = model.state_dict()
-    fits = {n: t for n, t in found.items() if n in own and own[n].shape == t.shape}
-    wrong = sorted((set(own) | set(found)) - set(fits) - {f"{head}.weight", f"{head}.bias"})
-    if wrong:
-        raise ValueError(f"{path} does not fit the model: {wrong[:4]} are missing, unknown or of another shape")
-    model.load_state_dict(fits, strict=False)
-    return model
-
-
-def _places(weights: str) -> list[Path]:
-    root = os.environ.get("ERLANGEN_DATA")
-    return [Path(weights), *([Path(root) / f"{weights}.safetensors"] if root else [])]
 
 
 def fine_tune(model: nn.Module, convolutions: int = 1, head: bool = True) -> nn.Module:

@@ -30,6 +30,8 @@ class TrainConfig:
     unit: str | None = None
     model: str = "auto"
     model_options: dict[str, Any] = field(default_factory=dict)
+    #: a file of *public* weights to start from
+    weights: str | None = None
     mechanism: str = "iso"
     mechanism_options: dict[str, Any] = field(default_factory=dict)
     clipping: str = "flat"
@@ -109,6 +111,8 @@ class TrainConfig:
             raise ConfigError("epsilon and noise_multiplier exclude each other: give the one you mean")
         if self.noise_multiplier is None and self.epsilon is None:
             raise ConfigError("give epsilon (σ is then calibrated) or noise_multiplier")
+        if "weights" in self.model_options:
+            raise ConfigError("model_options has weights; they are an option of every network: give weights (--weights FILE) instead")
         if self.selective_options and not self.selective:
             raise ConfigError(f"selective_options is {self.selective_options}, but selective is off: turn it on, or leave them out")
         if self.mechanism == "clipless" and (self.clipping != "flat" or self.clipping_options):

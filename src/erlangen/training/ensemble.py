@@ -104,7 +104,7 @@ class Ensemble:
     def _model(self, config: TrainConfig, run_id: str) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Stream("init", config.seed, run_id).at(0).initial_seed())
-            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, **config.model_options)
+            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)
         return model.to(self.device)
 
     def _sampler(self, config: TrainConfig, run_id: str) -> Draw:

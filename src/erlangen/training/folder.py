@@ -17,6 +17,7 @@ import numpy as np
 from erlangen.accounting.ledger import is_live
 from erlangen.data import Dataset, datasets
 from erlangen.data.base import digest_of
+from erlangen.models.public import digest
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "shard", "evaluations", "checkpoints")
 
 
-def absolute(data: str) -> str:
-    """Where the data is, whatever folder a later command is called from; names of data sets stay names."""
-    return data if data in datasets() or not Path(data).exists() else os.path.abspath(data)
+def absolute(place: str) -> str:
+    """Where data or weights are, whatever folder a later command is called from; names of data sets stay names."""
+    return place if place in datasets() or not Path(place).exists() else os.path.abspath(place)
 
 
 def stream_id(config: TrainConfig, dataset: Dataset) -> str:
@@ -37,10 +38,11 @@ def stream_id(config: TrainConfig, dataset: Dataset) -> str:
 
     So two seeded runs give the same weights exactly if they should, and never share noise if they differ.
     """
-    options = {k: v for k, v in dataclasses.asdict(config.settled(dataset.unit_count)).items() if k not in NO_RESULT}
+    options = {k: v for k, v in dataclasses.asdict(config.settled(dataset.unit_count)).items() if k not in (*NO_RESULT, "weights")}
     records = [dataset.fingerprint()]
     if dataset.unit is not None:  # who belongs together is data too
         records.append(digest_of(np.asarray(dataset.unit)))
+    options |= begun_with(config)
     facts = json.dumps({**options, "records": "/".join(records)}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
@@ -57,6 +59,11 @@ def require_its_releases(config_file: Path, next_release: DpEvent, made: Sequenc
 def options_of(config: TrainConfig) -> dict[str, Any]:
     """The options that decide what a run releases and shows, as its ledger keeps them from the beginning."""
     return {name: value for name, value in without_places(config).items() if name not in NO_RESULT}
+
+
+def begun_with(config: TrainConfig) -> dict[str, str]:
+    """What is in the file of public weights, whatever its name; empty without one."""
+    return {} if config.weights is None else {"weights": digest(config.weights)}
 
 
 def require_its_options(config_file: Path, began: Any, config: TrainConfig) -> None:
@@ -131,12 +138,12 @@ def open_folder(out: str | Path, overwrite: bool) -> Path:
 
 
 def without_places(config: TrainConfig) -> dict[str, Any]:
-    """The options as certificates and reports show them: not where the owner keeps the data."""
+    """The options as certificates and reports show them: not where the owner keeps data and weights."""
     values: dict[str, Any] = json.loads(config.to_json())
     table = values["data_options"].get("unit_csv")
     if table is not None:
         values["data_options"]["unit_csv"] = Path(table).name
-    return {**values, "data": Path(config.data).name}
+    return {**values, "data": Path(config.data).name, "weights": config.weights and Path(config.weights).name}
 
 
 def write(path: Path, text: str) -> None:

@@ -39,6 +39,7 @@ from erlangen.training.distributed import anyone_asks, begin, meet
 from erlangen.training.folder import (
     absolute,
     append_line,
+    begun_with,
     open_folder,
     options_of,
     remark_on,
@@ -107,7 +108,9 @@ def train(
         require_free(out, overwrite)
     require_known(config)
     pick_device(config.device, workers)
-    config = replace(config, data=absolute(config.data) if dataset is None else dataset.name)
+    config = replace(
+        config, data=absolute(config.data) if dataset is None else dataset.name, weights=config.weights and absolute(config.weights)
+    )
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, say)
     _remark_on_shards(config, workers, say)
@@ -151,6 +154,7 @@ def resume(
             raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs")
         _require_same_units(folder, ledger, dataset)
         require_its_options(folder / "config.json", ledger.book.header.get("options"), config)
+        _require_same_weights(folder, ledger, config)
         for note in ledger.damage:
             say(f"the ledger of {folder} was damaged and has been repaired: {note}")
         if "data" in changes:
@@ -207,7 +211,8 @@ def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
 
 def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
     """What a run begins with and must go on with."""
-    return {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
+    kept = {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
+    return {**kept, **begun_with(config)}
 
 
 def _new_ledger(folder: Path, session: Session) -> Ledger:
@@ -246,6 +251,11 @@ def _require_same_units(folder: Path, ledger: Ledger, dataset: Dataset) -> None:
             f"the records of {folder} were grouped otherwise when it began: whose record moved from one unit to another would "
             "count in both. Restore the units, or start a new run"
         )
+
+
+def _require_same_weights(folder: Path, ledger: Ledger, config: TrainConfig) -> None:
+    if ledger.book.header.get("weights") != begun_with(config).get("weights"):
+        raise ConfigError(f"{folder} began with other weights than {config.weights} holds now; restore the file, or start a new run")
 
 
 def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callable[[str], None]) -> None:
@@ -409,7 +419,7 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
-        "not_covered": [*_allowed_by_delta(session), *_shown_in_shapes(session.dataset)],
+        "not_covered": [*_allowed_by_delta(session), *_shown_in_shapes(session.dataset), *_taken_as_public(config)],
         "audit": _audit_line(audited),
         "config": without_places(config),
     })  # fmt: skip
@@ -427,6 +437,15 @@ def _shown_in_shapes(dataset: Dataset) -> list[str]:
     """What private records alone decide about the shape of the weights: no noise hides that."""
     decided = {CLASSES_FROM_LABELS: dataset.classes_from_labels, CHANNELS_FROM_IMAGES: dataset.channels_from_images}
     return [words for words, so in decided.items() if so]
+
+
+def _taken_as_public(config: TrainConfig) -> list[str]:
+    if config.weights is None:
+        return []
+    return [
+        f"the weights that training began with, {Path(config.weights).name} (SHA-256 {begun_with(config)['weights']}): they are taken to be "
+        "public, and what they tell about anybody is not counted"
+    ]
 
 
 def _audit_line(path: Path) -> str | None:

@@ -145,7 +145,7 @@ class Session:
         config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Stream("init", config.seed, self.run_id).at(0).initial_seed())
-            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, **config.model_options)
+            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)
         if self.shards is not None:  # its parts go to the device one by one
             return model
         model = model.to(self.device)

@@ -1,0 +1,49 @@
+"""``erlangen prior`` and a training that begins with what it wrote."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from erlangen.cli.main import app
+
+FEW = ["--steps", "2", "--batch", "4", "--images", "8", "--device", "cpu"]
+
+
+def test_a_prior_is_learnt_written_and_begun_with(tmp_path):
+    file, out = tmp_path / "prior.safetensors", tmp_path / "run"
+    command = ["prior", "--shape", "1x8x8", "--set", "model_options.width=8", "--out", str(file), *FEW]
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["weights"] == str(file)
+    assert told["guessing"] == pytest.approx(1.9459, abs=1e-3)
+    again = CliRunner().invoke(app, command)
+    assert "no data was read" in again.stdout
+    train = ["train", "--data", "digits", "--weights", str(file), "--set", "model_options.width=8", "--steps", "2", "--out", str(out)]
+    done = CliRunner().invoke(app, [*train, "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads((out / "certificate.json").read_text())["not_covered"]
+    assert any("prior.safetensors" in words for words in said)
+    assert CliRunner().invoke(app, ["verify", str(out)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--shape", "big"], "shape is 'big'"),
+        (["--shape", "1x8x9"], "1x8x9"),
+        (["--shape", "1x8x8", "--steps", "0"], "steps is 0"),
+        (["--shape", "1x8x8", "--model", "cnm"], "cnn"),
+        (["--shape", "1x8x8", "--set", "lr=2"], "--set lr"),
+        (["--shape", "1x8x8", "--out", "prior.pt"], "ends in .safetensors"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, words, says):
+    given = ["prior", *FEW, "--out", str(tmp_path / "p.safetensors"), *words]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert not list(tmp_path.iterdir())
