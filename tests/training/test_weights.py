@@ -53,10 +53,10 @@ def test_the_certificate_and_the_ledger_name_them(tmp_path):
     assert digest in said
     assert "public.safetensors" in said
     assert str(tmp_path) not in json.dumps(document), "where the owner keeps files is nobody's business"
-    assert not certificate_check.verify(tmp_path / "run")
+    assert not certificate_check.verify(tmp_path / "run" / "certificate.json")
     document["not_covered"].remove(said)
     (tmp_path / "run" / "certificate.json").write_text(json.dumps(document))
-    assert any("began with" in problem for problem in certificate_check.verify(tmp_path / "run"))
+    assert any("began with" in problem for problem in certificate_check.verify(tmp_path / "run" / "certificate.json"))
 
 
 def test_seeded_runs_from_other_weights_in_a_file_of_the_same_name_draw_other_noise(tmp_path):
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_its_own_weights_only(tmp_path):
         run.resume(tmp_path / "run")
     weights(tmp_path, seed=1)
     assert run.resume(tmp_path / "run").summary["steps"] == 4
-    assert not certificate_check.verify(tmp_path / "run")
+    assert not certificate_check.verify(tmp_path / "run" / "certificate.json")
 
 
 def test_predictions_need_the_file_no_more(tmp_path):
