@@ -5,7 +5,8 @@
 
 Data sets are those of `defaults.py`, and so is what is held out: a part of the *training* images; no test set is read. Both starts
 get the network, batch, steps and noise that `erlangen train` chooses by itself, and the same rates: its own, a half and a quarter
-of it. A prior is learnt once for each size of image, by the defaults of `erlangen prior`. The same command goes on where it stopped.
+of it. A prior is learnt once for each size of image, by the defaults of `erlangen prior`. The same command goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def main() -> None:
             weights = prior_for(data, args.priors, args.steps) if trial.start == "prior" else None
             row = {**trial.given, **train(trial, data, weights, args.steps)}
             results.keep("runs", [row], torch=torch.__version__, device="cpu")
-            print(f"{trial.data} ε={trial.epsilon:g} {trial.start} ×{trial.rate:g} seed {trial.seed}: {row['accuracy']:.1%}", flush=True)
+            name = f"{trial.data} ε={trial.epsilon:g} {trial.start} ×{trial.rate:g} seed {trial.seed}"
+            print(f"{name}: {row['accuracy']:.1%}", flush=True)
     except OutOfTime:
         print("out of time: run the same command again")
 

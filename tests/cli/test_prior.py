@@ -22,8 +22,8 @@ def test_a_prior_is_learnt_written_and_begun_with(tmp_path):
     assert told["guessing"] == pytest.approx(1.9459, abs=1e-3)
     again = CliRunner().invoke(app, command)
     assert "no data was read" in again.stdout
-    train = ["train", "--data", "digits", "--weights", str(file), "--set", "model_options.width=8", "--steps", "2", "--out", str(out)]
-    done = CliRunner().invoke(app, [*train, "--json"])
+    train = ["train", "--data", "digits", "--weights", str(file), "--set", "model_options.width=8", "--steps", "2"]
+    done = CliRunner().invoke(app, [*train, "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads((out / "certificate.json").read_text())["not_covered"]
     assert any("prior.safetensors" in words for words in said)

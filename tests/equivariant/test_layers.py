@@ -226,7 +226,8 @@ def test_refusals_name_the_cure() -> None:
             FourierNonlinearity(group, 2, 2, nn.Mish())
     with pytest.raises(ValueError, match="at least one representation"):
         fields([])
-    for wrong in ({"padding": "same"}, {"padding": (1, 1)}, {"kernel_size": (3, 3)}, {"groups": 0}, {"stride": 0}, {"dilation": True}):
+    wrongs = ({"padding": "same"}, {"padding": (1, 1)}, {"kernel_size": (3, 3)}, {"groups": 0}, {"stride": 0}, {"dilation": True})
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*whole number"):
             SteerableConv2d(REGULAR, REGULAR, **{"kernel_size": 3, **wrong})
     with pytest.raises(ValueError, match="has 24 channels"):

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -19,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def prior(
     shape: str = typer.Option(..., help="What the network sees, COLOURSxSIDExSIDE: 1x28x28, 3x32x32, …"),
-    model: str = typer.Option("cnn", help="A network's name; yours with --plugin FILE. cnn is what erlangen train takes by itself."),
+    model: str = typer.Option("cnn", help="A network's name; yours with --plugin FILE. erlangen train takes cnn by itself."),
     out: Path = typer.Option(..., help="The file to write, for --weights of erlangen train."),
     steps: int | None = typer.Option(None, help="Steps of learning. Default 1000."),
     batch: int | None = typer.Option(None, help="Made-up images in a step, two views of each. Default 256."),
@@ -58,7 +59,8 @@ def prior(
         typer.echo(json.dumps({"weights": str(out), **facts, **learnt, "seconds": round(seconds, 1)}))
         return
     typer.echo(f"Wrote    {out}: {model} for images of {shape}, in {seconds:.0f} s; no data was read")
-    typer.echo(f"Learnt   a view's twin is found among {2 * options.batch - 1} with a loss of {learnt['loss']:.2f} (guessing: {learnt['guessing']:.2f})")
+    others, loss, guessing = 2 * options.batch - 1, learnt["loss"], learnt["guessing"]
+    typer.echo(f"Learnt   a view's twin is found among {others} with a loss of {loss:.2f} (guessing: {guessing:.2f})")
     typer.echo(f"Use      erlangen train --model {model} --weights {out} --data …")
 
 
@@ -79,7 +81,7 @@ def _with_bar(network, input_shape, options, device: str, quiet: bool) -> dict[s
     from erlangen.prior.learn import learn_prior
 
     columns = (TextColumn("learning from made-up images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    losses = []
+    losses: list[Any] = []
     with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
         task = progress.add_task("", total=options.steps)
 

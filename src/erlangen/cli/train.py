@@ -37,7 +37,7 @@ def train(
     delta: str = typer.Option("auto", help="Target δ; auto is min(1e-5, 0.1/N)."),
     noise_multiplier: float | None = typer.Option(None, help="σ, in place of --epsilon; 0 means no privacy."),
     model: str | None = typer.Option(None, help="A network's name; yours with --plugin FILE."),
-    weights: str | None = typer.Option(None, help="A file of public weights to start from (erlangen prior makes one without data)."),
+    weights: str | None = typer.Option(None, help="Public weights to start from; erlangen prior makes a file without data."),
     mechanism: str | None = typer.Option(None, help="A mechanism's name; yours with --plugin FILE."),
     clipping: str | None = typer.Option(None, help="flat, per-layer, auto-s, psac or adaptive."),
     max_grad_norm: float | None = typer.Option(None, help="The clipping bound C."),
@@ -84,8 +84,8 @@ def train(
         assist()
         return
     given: dict[str, Any] = {
-        "data": data, "model": model, "weights": weights, "mechanism": mechanism, "clipping": clipping, "max_grad_norm": max_grad_norm,
-        "sampling": sampling, "selective": selective,
+        "data": data, "model": model, "weights": weights, "mechanism": mechanism, "clipping": clipping,
+        "max_grad_norm": max_grad_norm, "sampling": sampling, "selective": selective,
         "batch": batch, "steps": steps, "lr": lr, "unit": unit, "seed": seed, "secure": secure, "device": device,
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
         "shard": shard,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.groups import Element, Group
 
-
 #: sides of maps: a window of stride s lies symmetrically on every s-th
 SIZES = (33, 32, 31, 30, 29)
 

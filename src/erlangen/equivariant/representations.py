@@ -247,8 +247,8 @@ def fourier_matrix(group: Group, frequency: int, rotations: int) -> np.ndarray:
         raise ValueError(f"{rotations} rotations alias frequency {frequency}; use at least {2 * frequency + 1}")
     if group.rotations is not None and 2 * frequency >= group.rotations:
         raise ValueError(
-            f"frequency is {frequency}, and half of {group}'s rotations or more: such a field has no values between the elements of "
-            f"the group; use a frequency of at most {(group.rotations - 1) // 2}, or regular fields with Pointwise"
+            f"frequency is {frequency}, and half of {group}'s rotations or more: such a field has no values between the elements "
+            f"of the group; use a frequency of at most {(group.rotations - 1) // 2}, or regular fields with Pointwise"
         )
     return _fourier_rows(group, group.sample(rotations), irreps_up_to(group, frequency))[1]
 

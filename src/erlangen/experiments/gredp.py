@@ -226,8 +226,8 @@ def _transfer(target: str, convolutions: int, method: str, epsilon: float, paper
     data, records, weights = TRANSFER[target]
     options = {"convolutions": convolutions, **changes.pop("model_options", {})}
     base = TrainConfig(
-        data=data, model="resnet18", model_options=options, weights=weights, max_grad_norm=1.0, epsilon=epsilon, delta=1e-5, batch=500,
-        steps=30 * records // 500, lr=0.1, momentum=0.9, ema=0.99, max_physical_batch=250,
+        data=data, model="resnet18", model_options=options, weights=weights, max_grad_norm=1.0, epsilon=epsilon, delta=1e-5,
+        batch=500, steps=30 * records // 500, lr=0.1, momentum=0.9, ema=0.99, max_physical_batch=250,
     )  # fmt: skip
     where, beside = f"{target.upper()} {convolutions}Conv ε={epsilon:g}", rivals(base)
     run = dataclasses.replace(beside.get(method, base), **changes)

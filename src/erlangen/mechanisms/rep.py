@@ -146,7 +146,8 @@ def custom_metric(module: nn.Module, given: Mapping[str, Any]) -> Metric:
     metric: Metric = {}
     places = {name: parameter for name, _, _, parameter in _places(module)}
     if strange := sorted(set(given) - set(places)):
-        raise ValueError(f"the metric has an entry {strange[0]!r}, which is no trainable parameter.{hint(strange[0], list(places))}")
+        meant = hint(strange[0], list(places))
+        raise ValueError(f"the metric has an entry {strange[0]!r}, which is no trainable parameter.{meant}")
     for name, parameter in places.items():
         if name not in given:
             raise ValueError(f"the metric has no entry for parameter {name!r}; give one positive number per coordinate")

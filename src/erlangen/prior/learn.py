@@ -52,7 +52,7 @@ class PriorOptions:
 def learn_prior(
     model: nn.Module,
     input_shape: tuple[int, ...],
-    options: PriorOptions = PriorOptions(),  # noqa: B008  (frozen)
+    options: PriorOptions = PriorOptions(),
     *,
     device: str = "cpu",
     told: Callable[[int, Tensor], None] = lambda step, loss: None,
@@ -199,7 +199,8 @@ def factor(step: int, steps: int) -> float:
 
 def square(shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) != 3 or shape[1] != shape[2] or min(shape) < 1 or shape[1] < 4:
-        raise ValueError(f"the shape is {'x'.join(map(str, shape))}; made-up images are COLOURSxSIDExSIDE, square and 4 pixels or more")
+        given = "x".join(map(str, shape))
+        raise ValueError(f"the shape is {given}; made-up images are COLOURSxSIDExSIDE, square and 4 pixels or more")
     return shape[0], shape[1]
 
 

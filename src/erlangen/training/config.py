@@ -112,7 +112,7 @@ class TrainConfig:
         if self.noise_multiplier is None and self.epsilon is None:
             raise ConfigError("give epsilon (σ is then calibrated) or noise_multiplier")
         if "weights" in self.model_options:
-            raise ConfigError("model_options has weights; they are an option of every network: give weights (--weights FILE) instead")
+            raise ConfigError("model_options has weights, an option of every network by itself: give weights (--weights FILE)")
         if self.selective_options and not self.selective:
             raise ConfigError(f"selective_options is {self.selective_options}, but selective is off: turn it on, or leave them out")
         if self.mechanism == "clipless" and (self.clipping != "flat" or self.clipping_options):

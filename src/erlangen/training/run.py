@@ -255,7 +255,7 @@ def _require_same_units(folder: Path, ledger: Ledger, dataset: Dataset) -> None:
 
 def _require_same_weights(folder: Path, ledger: Ledger, config: TrainConfig) -> None:
     if ledger.book.header.get("weights") != begun_with(config).get("weights"):
-        raise ConfigError(f"{folder} began with other weights than {config.weights} holds now; restore the file, or start a new run")
+        raise ConfigError(f"{folder} began with other weights than {config.weights} holds; restore the file, or start a new run")
 
 
 def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callable[[str], None]) -> None:
@@ -442,9 +442,10 @@ def _shown_in_shapes(dataset: Dataset) -> list[str]:
 def _taken_as_public(config: TrainConfig) -> list[str]:
     if config.weights is None:
         return []
+    file, digest = Path(config.weights).name, begun_with(config)["weights"]
     return [
-        f"the weights that training began with, {Path(config.weights).name} (SHA-256 {begun_with(config)['weights']}): they are taken to be "
-        "public, and what they tell about anybody is not counted"
+        f"the weights that training began with, {file} (SHA-256 {digest}): they are taken to be public, and what they tell about "
+        "anybody is not counted"
     ]
 
 
