@@ -153,7 +153,7 @@ def test_sign(call, run_folder, tmp_path):
     public = call("sign", path, "--key", key, "--new-key", "--json")["public_key"]
     assert call("verify", path, "--public-key", public, "--json")["valid"]
     call("verify", path, "--public-key", "00" * 32, code=1)
-    call("sign", path, "--key", key, "--new-key", code=2)  # never replaces a key
+    call("sign", path, "--key", key, "--new-key", code=2, words="never replaced; leave --new-key out")
     call("sign", path, "--key", tmp_path / "nowhere.pem", code=2, words="no key at")
     path.write_text(path.read_text().replace('"sampler": null', '"sampler": "Poisson"'))
     call("verify", path, code=1)

@@ -212,6 +212,8 @@ def sign(
     """Sign a certificate that verifies, so that later changes can be detected."""
     file = _certificate_file(file)
     _certificate(file)
+    if new_key and key.exists():
+        raise Misuse(f"there is a key at {key} already, and it is never replaced; leave --new-key out, or name another file")
     if not new_key and not key.is_file():
         raise Misuse(f"no key at {key}; give the file of an Ed25519 private key, or make one with --new-key")
     problems = acc.verify(file)

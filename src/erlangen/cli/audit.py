@@ -127,6 +127,12 @@ def run(
         raise typer.BadParameter(
             f"{subject} is no run folder; give the folder that training wrote, or package.module:train"
         )
+    if ":" not in subject:
+        print(
+            "erlangen: note: the run is trained again on its private records, with canaries among them; what is found is a "
+            "statistic of that training, which no ledger counts: keep it to yourself",
+            file=sys.stderr,
+        )
     with _bar("replaying the run", as_json) as tick:
         if ":" in subject and not Path(subject).exists():
             if claim_epsilon is None:

@@ -254,6 +254,8 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo("\nNo public test set: no accuracy is reported (erlangen validate releases one on private records).")
     typer.echo(f"Privacy        {in_plain_words(summary)}")
     typer.echo(f"Randomness     {_randomness(summary['randomness'])}")
+    if summary["non_private"]:
+        typer.echo(f"Not private    {', '.join(summary['non_private'])}: shown without noise, and outside the guarantee")
     if summary["steps"] < summary["planned_steps"]:
         typer.echo(
             f"Stopped        after {summary['steps']} of {summary['planned_steps']} steps: the privacy budget is spent"

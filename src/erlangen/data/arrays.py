@@ -8,6 +8,7 @@ import numpy as np
 
 from erlangen.data.base import Dataset, digest_of
 from erlangen.data.options import DataOptions
+from erlangen.data.owners import in_both, remark_on_ids
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 
@@ -63,6 +64,8 @@ def from_arrays(
         _refuse_shared_owners(name, arrays, unit)
         public = max(public, int(y_test.max(initial=0)) + 1)
         classes = max(classes, public)
+    if unit is not None and owner is not None:
+        remark_on_ids(owner.tolist(), [f"row {k}" for k in range(len(x_train))], unit, notes)
     rows = (hash(row.tobytes()) for row in x_train)
     remark_on_copies(rows, None if owner is None else owner.tolist(), unit, [f"row {k}" for k in range(len(x_train))], notes)
     if classes > public:
@@ -222,10 +225,10 @@ def _refuse_shared_owners(name: str, arrays: dict[str, np.ndarray], unit: str | 
     """The test set is public: whoever has images there has no privacy to protect in training."""
     if unit is None or f"{unit}_test" not in arrays:
         return
-    shared = np.intersect1d(arrays[unit], arrays[f"{unit}_test"])
-    if len(shared):
+    shared = in_both(arrays[unit].tolist(), arrays[f"{unit}_test"].tolist())
+    if shared:
         raise DataError(
-            f"{name}: {len(shared)} {unit}(s) have images in x_train and in x_test ({', '.join(map(str, shared[:3]))}): the test "
+            f"{name}: {len(shared)} {unit}(s) have images in x_train and in x_test ({', '.join(shared[:3])}): the test "
             f"set is public and its accuracy is printed, so their images there are not protected. Keep each {unit} in one part"
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 from erlangen.data.base import Dataset
 from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_under, is_hidden, named, read, reasons
 from erlangen.data.options import DataOptions
-from erlangen.data.owners import owners
+from erlangen.data.owners import in_both, owners, remark_on_ids
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 from erlangen.terminal import alone
@@ -71,6 +71,8 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
         unit_labels = np.array(owners(train.files, train.root, unit, options))
         _refuse_shared_owners(unit_labels, test, unit, options)
     names = [str(path.relative_to(root)) for path in train.files]
+    if unit is not None and unit_labels is not None:
+        remark_on_ids(unit_labels.tolist(), names, unit, notes)
     remark_on_copies(digests, None if unit_labels is None else unit_labels.tolist(), unit, names, notes)
     _say(parts, prep, notes)
     known = options.channels != "auto" or (test is not None and not all(fact.grey for fact in test.facts))
@@ -264,9 +266,7 @@ def _refuse_shared_owners(train: np.ndarray, test: _Part | None, unit: str, opti
     """The test set is public: whoever has images there has no privacy to protect in training."""
     if test is None:
         return
-    known = set(train.tolist())
-    there = owners(test.files, test.root, unit, options, strict=False)
-    shared = sorted({o for o in there if o is not None and o in known})
+    shared = in_both(train.tolist(), owners(test.files, test.root, unit, options, strict=False))
     if shared:
         raise DataError(
             f"{len(shared)} {unit}(s) have images in train and in {test.root.name} ({', '.join(shared[:3])}): the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from erlangen.data.images import named
@@ -31,13 +32,46 @@ def owners(files: list[Path], root: Path, unit: str, options: DataOptions, stric
     return found
 
 
+def folded(owner: object) -> str:
+    """An id without what people write differently: capitals, spaces around it, leading zeros, a spreadsheet's ".0"."""
+    text = re.sub(r"\.0+$", "", str(owner).strip().casefold())
+    return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
+
+
+def remark_on_ids(ids: Sequence[object], names: Sequence[str], unit: str, notes: list[str]) -> None:
+    """Ids that look as if they were not whose they should be: a unit of its own for every image, one unit in two spellings."""
+    spellings: dict[str, set[str]] = {}
+    for owner in ids:
+        spellings.setdefault(folded(owner), set()).add(str(owner))
+    twice = sorted(sorted(found)[:2] for found in spellings.values() if len(found) > 1)
+    if twice:
+        a, b = twice[0]
+        notes.append(
+            f"{len(twice)} {unit}(s) are written in several ways ({a!r} and {b!r}, say) and are protected as different ones: if "
+            "they are the same, write them alike"
+        )
+    if 1 < len(ids) == len(set(ids)):
+        notes.append(
+            f"every image has a {unit} of its own ({names[0]}: {str(ids[0])!r}), so that each is protected by itself: if a {unit} "
+            "can have several, what says whose they are is wrong"
+        )
+
+
+def in_both(private: Iterable[object], public: Iterable[object | None]) -> list[str]:
+    """Ids of the public part that stand in the private one, in whatever spelling."""
+    known = {folded(owner) for owner in private}
+    return sorted({str(owner) for owner in public if owner is not None and folded(owner) in known})
+
+
 def _hint(unit: str, options: DataOptions) -> str:
     """What the table calls its files, so that both ways of writing can be seen together."""
     if options.unit_csv is None:
         where = "path below the folder" if "/" in str(options.unit_pattern) else "file's name (its path, if the pattern has a '/')"
         return f". The pattern is searched in the {where}; mend it, or give --unit-csv with columns file and {unit}"
     rows = _read_table(Path(options.unit_csv), unit)
-    return f". The table has {len(rows)} rows, the first for {next(iter(rows))!r}" if rows else ". The table has no rows"
+    if not rows:
+        return ". The table has no rows: give each image one, with its file and its " + unit
+    return f". The table has {len(rows)} rows, the first for {next(iter(rows))!r}: add what is missing, or take the images out"
 
 
 def _by_pattern(files: list[Path], root: Path, unit: str, pattern: str) -> list[str | None]:
@@ -76,7 +110,9 @@ def _read_table(table: Path, unit: str) -> dict[str, str]:
             delimiter = max(",;\t", key=head.count)  # spreadsheets write semicolons where the comma is a decimal sign
             rows = list(csv.DictReader(file, delimiter=delimiter))
             columns = list(rows[0]) if rows else []
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(f"{table} is not written in UTF-8; save it again as CSV UTF-8") from error
+    except (OSError, csv.Error) as error:
         raise DataError(f"{table} cannot be read as a CSV table: {error}") from error
     lower = {str(c).strip().lower(): c for c in columns}
     name = next((lower[c] for c in _FILE_COLUMNS if c in lower), None)

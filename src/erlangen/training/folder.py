@@ -78,12 +78,12 @@ def require_its_options(config_file: Path, began: Any, config: TrainConfig) -> N
             )
 
 
-def remark_on(dataset: Dataset, say: Callable[[str], None]) -> None:
+def remark_on(dataset: Dataset, unit: str | None, say: Callable[[str], None]) -> None:
     """What the owner of the data wants to know before training. Said, never stored: it speaks of private records."""
     for note in dataset.notes:
         say(note)
     if dataset.unit is not None:
-        say(f"{dataset.unit_count} owners of the {len(dataset)} training records, each protected as one")
+        say(f"{dataset.unit_count} {unit or 'group'}(s) own the {len(dataset)} training records; each is protected as one")
     if dataset.y_test is None:
         return
     unseen = sorted(set(np.unique(dataset.y_test).tolist()) - set(np.unique(dataset.y_train).tolist()))

@@ -112,12 +112,15 @@ def train(
         config, data=absolute(config.data) if dataset is None else dataset.name, weights=config.weights and absolute(config.weights)
     )
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
-    remark_on(dataset, say)
+    remark_on(dataset, config.unit, say)
     _remark_on_shards(config, workers, say)
     if out is None:
         return _run(Session(config, dataset, workers=workers), None, None, watch)
     session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
+    replaced = _spent_by(Path(out))
     folder = open_folder(out, overwrite)  # only now: options that do not fit together must not cost the old run
+    if replaced is not None:
+        say(f"the run in {folder} is replaced with its ledger: the ε = {replaced} that it spent still counts for who saw its model")
     for remark in _allowed_by_delta(session):
         say(f"{remark}; give a smaller δ")
     with _new_ledger(folder, session) as ledger:
@@ -147,7 +150,7 @@ def resume(
     config = _resumed_config(folder, changes)
     pick_device(config.device, workers)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
-    remark_on(dataset, say)
+    remark_on(dataset, config.unit, say)
     _remark_on_shards(config, workers, say)
     with _old_ledger(folder, config, dataset, single_copy) as ledger:
         if ledger.book.data != dataset.fingerprint():
@@ -174,6 +177,15 @@ def resume(
             meet(session, for_good=True)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
+
+
+def _spent_by(folder: Path) -> str | None:
+    """What the run in a folder spent, rounded up; None where there is none, or nothing can be read."""
+    try:
+        config, book = TrainConfig.from_file(folder / "config.json"), read_ledger(folder / "ledger.jsonl")
+    except (ConfigError, LedgerError, OSError):
+        return None
+    return upper(epsilon(book.pairs(), config.delta), 4) if book.steps and config.delta is not None else None
 
 
 def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:

@@ -1,0 +1,80 @@
+"""Whose image is it: ids in two spellings, ids of single images, and people on both sides of a split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from erlangen.data import from_arrays, load
+from erlangen.data.owners import folded, in_both, remark_on_ids
+from erlangen.data.preprocessing import DataError
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("p001", "P001"), ("1", "1.0"), (1, "01"), (" p7", "p7 "), ("P-007", "p-7"), (12, 12.0), ("p0", "P00")],
+)
+def test_spellings_of_one_id_fold_together(one, other):
+    assert folded(one) == folded(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [("p1", "p10"), ("1.5", "1"), ("a1", "b1"), ("p100", "p1"), ("0", "10")])
+def test_different_ids_stay_apart(one, other):
+    assert folded(one) != folded(other)
+
+
+def test_what_looks_wrong_about_ids_is_said():
+    notes: list[str] = []
+    remark_on_ids(["p1", "p1", "p2"], ["a", "b", "c"], "patient", notes)
+    assert notes == []
+    remark_on_ids(["p1", "P1", "p2"], ["a", "b", "c"], "patient", notes)
+    assert len(notes) == 2
+    assert "'P1' and 'p1'" in notes[0]
+    assert "every image has a patient of its own (a: 'p1')" in notes[1]
+
+
+def test_nobody_is_on_both_sides_in_another_spelling():
+    assert in_both(["p001", "p002"], ["P001", None, "p3"]) == ["P001"]
+    assert in_both([1, 2], ["1.0"]) == ["1.0"]
+    assert in_both(["a"], ["b", None]) == []
+
+
+def picture(path, value: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((8, 8), value, np.uint8)).save(path)
+
+
+def test_a_pattern_that_takes_the_whole_name_is_said(tmp_path):
+    for k in range(4):
+        picture(tmp_path / f"c{k % 2}" / f"p{k // 2}_scan{k}.png", 10 * k)
+    whole = load(tmp_path, "patient", unit_pattern="(.*)")
+    assert whole.unit_count == 4
+    assert any("every image has a patient of its own" in note for note in whole.notes)
+    right = load(tmp_path, "patient", unit_pattern="^(p[0-9]+)_")
+    assert right.unit_count == 2
+    assert not any("of its own" in note for note in right.notes)
+
+
+def test_folders_and_arrays_refuse_a_patient_in_both_parts_in_another_spelling(tmp_path):
+    for part, name in (("train", "p001_a"), ("train", "p002_a"), ("test", "P001_b")):
+        for k, kind in enumerate(("c0", "c1")):
+            picture(tmp_path / part / kind / f"{name}{k}.png", 40 * k + len(name) + (part == "test"))
+    with pytest.raises(DataError, match="P001"):
+        load(tmp_path, "patient", unit_pattern="^([pP][0-9]+)_")
+    x = np.random.default_rng(0).integers(0, 255, (6, 8, 8), dtype=np.uint8)
+    arrays = {"x_train": x[:4], "y_train": np.arange(4) % 2, "x_test": x[4:], "y_test": np.arange(2), "patient": np.arange(4)}
+    with pytest.raises(DataError, match=r"3\.0"):
+        from_arrays("a", {**arrays, "patient_test": np.array([7.0, 3.0])}, "patient")
+    assert any("of its own" in note for note in from_arrays("a", arrays, "patient").notes)
+
+
+def test_a_table_in_another_encoding_gets_a_cure(tmp_path):
+    picture(tmp_path / "d" / "c0" / "a.png", 1)
+    picture(tmp_path / "d" / "c1" / "b.png", 2)
+    (tmp_path / "t.csv").write_bytes("file,patient\na.png,Müller\n".encode("latin-1"))
+    with pytest.raises(DataError, match="save it again as CSV UTF-8"):
+        load(tmp_path / "d", "patient", unit_csv=str(tmp_path / "t.csv"))
+    (tmp_path / "t.csv").write_text("file,patient\na.png,p1\n")
+    with pytest.raises(DataError, match=r"b\.png.*add what is missing"):
+        load(tmp_path / "d", "patient", unit_csv=str(tmp_path / "t.csv"))
