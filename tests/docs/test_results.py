@@ -159,6 +159,20 @@ def cifar_cells() -> dict[str, list[Any]]:
     return {**tuned["cells"], **literal["cells"], "ε=2": two["runs"]}
 
 
+@pytest.mark.parametrize(("name", "row", "sigma", "steps"), [
+    ("ε=1", "ε = 1, 135 steps", 7.256, 135), ("ε=2", "ε = 2, 270 steps", 5.495, 270), ("ε=4", "ε = 4, 540 steps", 4.227, 540),
+    ("ε=8", "ε = 8, 1,080 steps", 3.334, 1080), ("8 views, ε 2", "ε = 2, eight views", 5.495, 270),
+    ("200 steps for a unit of ε, ε 2", "ε = 2, 400 steps", 6.639, 400),
+    ("the paper's 2160 steps, ε 8", "ε = 8, 2,160 steps", 4.644, 2160),
+    ("Equivariant-ResNet-9 ε=2", "the paper's literal network, ε = 2", 16.4, 2160),
+    ("Equivariant-ResNet-9 ε=8", "the same, ε = 8", 5.0, 2160),
+])  # fmt: skip
+def test_parameters_near_zero_on_cifar(name: str, row: str, sigma: float, steps: int) -> None:
+    share, walk = 100 * fmean(run["metrics"][-1]["small_parameters"] for run in cifar_cells()[name]), sigma * steps**0.5
+    assert f"| {row} | {walk:.0f} | {share:.2f} |" in page("cifar.md")
+    assert 145 < share * walk < 185
+
+
 @pytest.mark.parametrize(("name", "start"), [
     ("ε=1", "| 1.00 | 1.10 | 7.256 | 135 |"), ("ε=2", "| 2.00 | 2.18 | 5.495 | 270 |"), ("ε=4", "| 4.00 | 4.34 | 4.227 | 540 |"),
     ("ε=8", "| 8.00 | 8.63 | 3.334 | 1080 |"), ("8 views, ε 2", "| 2.00 | 2.18 | 5.495 | 270 |"),

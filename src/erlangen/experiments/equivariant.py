@@ -8,6 +8,7 @@ everywhere.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from erlangen.experiments.presets import Cell, Preset, register_preset
@@ -221,6 +222,15 @@ _add(
 )  # fmt: skip
 
 
+#: made without data (`needed` says how), then our recipe as it is
+PRIOR = "eq-resnet9-tuned-prior"
+_add(
+    "eq-prior", "Table 6, our recipe from a prior", "The same, from features learnt on made-up images", CIFAR,
+    [Cell(f"ε={e}", dataclasses.replace(tuned(e, 135 * e), weights=PRIOR), paper) for e, paper in _PAPER_D4.items()],
+    "The paper's numbers beside it are those of its own network, which begins with fresh weights.", seeds=3, beside=True,
+)  # fmt: skip
+
+
 def _trial(
     steps: int = 180, sigma: float = 5.0, views: int = 4, model: dict[str, Any] | None = None, **changes: Any
 ) -> TrainConfig:  # fmt: skip
@@ -245,5 +255,10 @@ _add(
         Cell("400 steps at σ = 7.2", _trial(400, 7.2)),
         Cell("balanced noise", _trial(270, 6.0, mechanism="rep", mechanism_options={"metric": "balanced"})),
     ],
+    "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3, beside=True,
+)  # fmt: skip
+_add(
+    "eq-prior-trials", "our recipe from a prior, choices", "What a prior from made-up images is worth: 270 steps at σ = 6", CIFAR,
+    [Cell("from a prior", _trial(270, 6.0, weights=PRIOR))],
     "For choosing on a split of the training set (benchmarks/tune.py --holdout 5000), not for the test set.", seeds=3, beside=True,
 )  # fmt: skip

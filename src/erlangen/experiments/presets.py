@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ def _claimed_noise(epsilon: float, delta: float, rate: float, steps: int) -> flo
 
     return noise_multiplier(epsilon, delta, rate, steps, method="rdp")
 
+
+#: how much a table's prior learns (`erlangen prior`)
+MADE_UP = "--steps 4000 --batch 1024 --images 131072"
 
 #: a quick run: how many cells it looks at, its steps, records and views in a step, and what it takes of the data
 QUICK_CELLS, QUICK_STEPS, QUICK_BATCH, QUICK_VIEWS, QUICK_RECORDS, QUICK_TESTS = 12, 2, 8, 2, 1000, 50
@@ -154,8 +158,14 @@ def needed(config: TrainConfig) -> str | None:
     weights, made = config.weights, f"{config.model}-"
     if weights is None or not weights.startswith(made):
         return weights
-    data = weights.removeprefix(made).replace("-", "_")
-    how = f"python -m erlangen.experiments.pretrain --data {data} --model {config.model} --out $ERLANGEN_DATA"
+    source = weights.removeprefix(made)
+    if source == "prior":
+        options = "".join(f" --set model_options.{name}={json.dumps(value)}" for name, value in config.model_options.items())
+        shape = "x".join(map(str, SHAPES[config.data][0]))
+        how = f"erlangen prior --model {config.model}{options} --shape {shape} {MADE_UP} --out $ERLANGEN_DATA/{weights}.safetensors"
+    else:
+        data = source.replace("-", "_")
+        how = f"python -m erlangen.experiments.pretrain --data {data} --model {config.model} --out $ERLANGEN_DATA"
     return f"{weights}.safetensors in $ERLANGEN_DATA, made by: {how}"
 
 
