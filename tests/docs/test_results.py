@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -21,6 +22,11 @@ FOUR = {"iso": "ISO", "shuffle": "SHUFFLE", "rep": "REP", HALF: "REP, half power
 #: what was tuned and trained with all steps → the methods
 FULL = {"rep-table1-full.json": {**FOUR, "rep:balanced": "REP, balanced"}, "rep-fashion-full.json": FOUR}
 MANY = {"rep-table1-full.json": [1.0], "rep-fashion-full.json": [1.0, 1.2]}
+
+
+def rounded_up(value: float, digits: int) -> str:
+    """What a run costs is never said to be less than it is."""
+    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
 
 
 def page(name: str) -> str:
@@ -63,7 +69,7 @@ def test_rep_against_iso_and_shuffle(name: str, sigma: float) -> None:
     assert len({tuple(sorted(values)) for values in by.values()}) == 1, "pairs need the same seeds"
     published = [f" ({p})" for p in TABLE_1[sigma]] if name in PUBLISHED else [""] * 3
     cells = [
-        str(sigma), f"{epsilon['rdp']:.4f}", f"{epsilon['pld']:.3f}", str(len(by["iso"])),
+        str(sigma), f"{epsilon['rdp']:.4f}", rounded_up(epsilon["pld"], 3), str(len(by["iso"])),
         *(mean_and_error(by[m]) + p for m, p in itertools.zip_longest(by, published, fillvalue="")),
         paired(by["rep"], by["iso"]), paired(by["rep"], by["shuffle"]),
         *(paired(by[m], by["iso"]) for m in by if m.startswith("rep:")),
@@ -178,7 +184,7 @@ def test_parameters_near_zero_on_cifar(name: str, row: str, sigma: float, steps:
     ("ε=8", "| 8.00 | 8.63 | 3.334 | 1080 |"), ("8 views, ε 2", "| 2.00 | 2.18 | 5.495 | 270 |"),
     ("200 steps for a unit of ε, ε 2", "| 2.00 | 2.18 | 6.639 | 400 |"),
     ("the paper's 2160 steps, ε 8", "| 8.00 | 8.62 | 4.644 | 2160 |"),
-    ("Equivariant-ResNet-9 ε=2", "| 1.84 | 2.00 | 16.4 | 2160 |"), ("Equivariant-ResNet-9 ε=8", "| 7.30 | 7.87 | 5.0 | 2160 |"),
+    ("Equivariant-ResNet-9 ε=2", "| 1.85 | 2.01 | 16.4 | 2160 |"), ("Equivariant-ResNet-9 ε=8", "| 7.31 | 7.88 | 5.0 | 2160 |"),
 ])  # fmt: skip
 def test_cifar(name: str, start: str) -> None:
     runs = cifar_cells()[name]
@@ -194,11 +200,11 @@ def test_cifar(name: str, start: str) -> None:
     cells += [decimal(fmean(m["brier"] for m in last), 3), decimal(fmean(m["ece"] for m in last), 2)]
     assert f"{start} {' | '.join(cells)} |" in page("cifar.md")
     spent, _, sigma, steps = (float(part) for part in start.strip("| ").split(" | "))
-    assert max(m["epsilon"] for m in last) == pytest.approx(spent, abs=0.005)
+    assert rounded_up(max(m["epsilon"] for m in last), 2) == f"{spent:.2f}"
     assert {run["config"]["steps"] for run in runs} == {int(steps)}
     if "epsilon" in runs[0]:
         assert runs[0]["sigma"] == pytest.approx(sigma, abs=0.0005)
-        assert f"{runs[0]['epsilon']['rdp']:.2f}" == start.split(" | ")[1]
+        assert rounded_up(runs[0]["epsilon"]["rdp"], 2) == start.split(" | ")[1]
 
 
 @pytest.mark.parametrize(("cell", "row"), [
