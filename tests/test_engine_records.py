@@ -319,3 +319,30 @@ def test_counts_of_a_batch_that_was_not_drawn_are_not_released():
         assert clip.total == 0
         assert abs(before) <= 6
         optimizer.step()
+
+
+def test_batches_announced_by_hand_are_not_taken_for_draws():
+    """Who is in them is not known here: fixed batches cost what a release costs that everybody is in."""
+    from erlangen import RowMap
+    from erlangen.accounting import epsilon, gaussian
+
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 4), torch.zeros(40, dtype=torch.long)
+    module, engine = nn.Linear(4, 2), erlangen.PrivacyEngine(seed=0)
+    plain = DataLoader(TensorDataset(x, y), batch_size=4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer, loader = engine.make_private(
+        module=module, optimizer=optimizer, data_loader=plain, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    for batch, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(batch), labels).backward()
+        optimizer.step()
+    drawn = engine.get_epsilon(1e-5)
+    assert drawn < epsilon([(gaussian(1.0), 1)], 1e-5)
+    for batch, labels in plain:
+        optimizer.zero_grad()
+        engine.training.announce(RowMap.regular(len(batch)))
+        nn.functional.cross_entropy(module(batch), labels).backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-5) >= epsilon([(gaussian(1.0), 10)], 1e-5)

@@ -74,7 +74,7 @@ def prepare(
     joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
-    tape.metric, tape.private_sizes = built.metric, poisson_sampling
+    tape.metric, tape.private_sizes = built.metric, poisson_sampling or units.grouped  # a unit may have any number of rows
     tried = forms(module, data_loader)
     limit = workers.decide(lambda: _physical_limit(module, tape, tried, max_physical_batch))
     if apart:

@@ -74,11 +74,14 @@ class PrivateTraining:
         self._last, self._pending, self._tickets = True, False, Tickets()
         #: whether the announced batch is in the mechanism's sum already: a recorded part adds it without the tape
         self.summed = False
-        self._event: tuple[tuple[float, float, int], DpEvent] | None = None
+        self._event: tuple[tuple[float, float, int, bool], DpEvent] | None = None
         #: the expected batch at which the loader drew the batch in hand
         self._drawn: float | None = None
         #: which draw of the sampler that batch is; None where it was announced by hand
         self._draw: int | None = None
+        #: whether who announces by hand draws by `sampler`; otherwise nobody knows how, and nothing is amplified
+        self.own_draws = False
+        self._by_hand = False
         #: what the other workers know of the mechanism's state
         self.known: dict[str, Any] = {}
         self._updates = 0
@@ -95,7 +98,8 @@ class PrivateTraining:
     def announce(self, rows: RowMap, first: bool = True, last: bool = True, source: Pass | None = None) -> None:
         """The next batch holds these rows; it is the ``first`` / ``last`` physical part of its logical batch.
 
-        ``source`` is the loader's pass it was drawn in; batches announced by hand have none.
+        ``source`` is the loader's pass it was drawn in. Batches announced by hand have none, and cost what a release costs that
+        everybody is in: how they were chosen is not known here.
         """
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
@@ -104,6 +108,7 @@ class PrivateTraining:
         self._tickets.draw(source, self.tape.next_batch(), backward)
         self.tape.logical += first
         self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
+        self._by_hand = source is None and not self.own_draws
         self.tape.rows, self._last, self.summed = rows, last, False
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
@@ -230,7 +235,7 @@ class PrivateTraining:
         """One step's event at the σ of this moment and the rate at which the batch in hand was drawn (that of this moment if
         there is none): a schedule of either is accounted as it goes."""
         sigma = self.mechanism.noise_multiplier
-        now = (sigma, self.drawn, len(self.extras))
+        now = (sigma, self.drawn, len(self.extras), self._by_hand)
         if self._event is None or self._event[0] != now:
             self._event = (now, self.step_event(sigma, self.drawn))
         return self._event[1]
@@ -248,7 +253,7 @@ class PrivateTraining:
     def step_event(self, sigma: float, expected_batch: float | None = None) -> DpEvent:
         """Everything that one step releases at noise multiplier σ, amplification included."""
         sampler = self.sampler if expected_batch is None else self.sampler.at(expected_batch)
-        own = sampler.event(self.mechanism.event(sigma))
+        own = self.mechanism.event(sigma) if self._by_hand else sampler.event(self.mechanism.event(sigma))
         return sequence([own, *(extra(sigma) for extra in self.extras)]) if self.extras else own
 
     # -- before and after -----------------------------------------------------------------------------------------

@@ -33,7 +33,10 @@ class PrivateForward:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             self.tape.seen_forward = self.tape.batch
             return self.rule(self.module, self.tape, *args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        out = type(self.module).forward(self.module, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self.tape.pass_frozen(self.module, (*args, *kwargs.values()), out)
+        return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain_forward(memo.get(id(self.module), self.module))

@@ -48,6 +48,7 @@ class _Functional(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         run: _Run = ctx.run
+        run.tape._enter_exact()  # what is pulled back is a product, too
         per_row, inputs = run.pullback(cotangents)
         run.tape._capture_rows({run.parameters[k]: g for k, g in per_row.items()}, run.rows, run.batch)
         return (None, *inputs, *[None] * len(run.parameters))
@@ -64,6 +65,7 @@ class _Run:
             raise TypeError(
                 f"{type(module).__name__} has parameters but was called without a tensor: no row to attribute"
             )
+        tape._note_rounding(module, tensors[0])
         self.rows = tensors[0].shape[0]
         lengths = {i: t.shape[0] for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.ndim}
         constant, call = _CONSTANT.setdefault(module, set()), str(self.spec)

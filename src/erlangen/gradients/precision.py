@@ -16,12 +16,13 @@ def exact_float32() -> Iterator[None]:
     """No TF32 inside, no autocast, and no bfloat16 for float32 on a CPU: products of ten bits or eight could lift a contribution
     above its bound by one part in a thousand, and a sum that is rounded to eight bits before its noise may move by many bounds
     for one record. Whichever way the user has asked for them is as it was afterwards."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _no_ten_bits():
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), no_ten_bits():
         yield
 
 
 @contextlib.contextmanager
-def _no_ten_bits() -> Iterator[None]:
+def no_ten_bits() -> Iterator[None]:
+    """Products of float32 are products of float32 inside, in all threads."""
     backends: Any = torch.backends
     if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before PyTorch 2.9
         with _exact_as_of_old():
@@ -41,6 +42,27 @@ def _no_ten_bits() -> Iterator[None]:
             torch.set_float32_matmul_precision(legacy)
         for knob, value in zip(knobs, before, strict=True):
             knob.fp32_precision = value
+
+
+def rounds_products(device: torch.device) -> bool:
+    """Whether products of float32 on this device may be taken in fewer bits, as the user has set it up."""
+    backends: Any = torch.backends
+    on_gpu = device.type == "cuda"
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before PyTorch 2.9
+        return torch.get_float32_matmul_precision() != "highest" or (on_gpu and torch.backends.cudnn.allow_tf32)
+    knobs = (backends.cuda.matmul, backends.cudnn.conv) if on_gpu else (backends.mkldnn.matmul, backends.mkldnn.conv)
+    set_otherwise = any(knob.fp32_precision not in ("none", "ieee") for knob in knobs)
+    return set_otherwise or _legacy_precision() not in (None, "highest")
+
+
+def few_bits(values: Tensor) -> bool:
+    """Whether float32 numbers have been 16-bit ones on their way: the last 13 bits of all of them are zero.
+
+    Whole numbers are what a sum sends back, and so few others that chance could have done it say nothing.
+    """
+    if values.dtype != torch.float32 or int((values != values.round()).sum()) < 4:
+        return False
+    return not bool((values.contiguous().view(torch.int32) & 0x1FFF).any())
 
 
 def _legacy_precision() -> str | None:

@@ -7,6 +7,7 @@ once: per owner where that is cheaper, else as norms and one weighted sum.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from erlangen.gradients.bundle import Bundle
 from erlangen.gradients.pieces import Dense, Piece, Weight
-from erlangen.gradients.precision import exact_float32
+from erlangen.gradients.precision import exact_float32, few_bits, no_ten_bits, rounds_products
 from erlangen.gradients.rows import RowMap
 
 STRATEGIES = ("auto", "materialise", "norms-first")
@@ -32,7 +33,7 @@ _OTHER_BATCH = (
 )
 
 _ROUNDED_MEAN = (
-    "loss_reduction is 'mean' and gradients are {dtype}: a mean divides by how many rows were drawn, so that one record more or "
+    "loss_reduction is 'mean' and gradients are {how}: a mean divides by how many rows were drawn, so that one record more or "
     "less rounds the gradients of all others anew, by far more than a clipping bound in large batches. Let the loss add up "
     "(reduction='sum') and say so: loss_reduction='sum'."
 )
@@ -190,6 +191,9 @@ class Tape:
         self.blind = False
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._ignored: set[int] = set()
+        #: whether the bits of cotangents were looked at once, in a batch of a size that no power of two hides
+        self._looked_at_bits = False
+        self._exact: contextlib.ExitStack | None = None
         #: how many batches were announced, and which of them the last forward pass was for
         self.batch, self.seen_forward = 0, -1
         #: how many logical batches began: between two of them the weights may have been written to in any way
@@ -217,6 +221,9 @@ class Tape:
         self._derived: list[tuple[Tensor, Piece]] = []
         self._seen: RowMap | None = None
         self._scheduled = self.complete = False
+        #: how cotangents are rounded on their way back, if they are
+        self._rounded: str | None = None
+        self._leave_exact()
 
     def batch_dim(self, x: Tensor, inner: int = 1) -> int:
         """Where the batch is in a tensor with ``inner`` feature dimensions: dimension 1 of a time-major sequence."""
@@ -236,6 +243,7 @@ class Tape:
             return out
         # leaves only: backward would free the graph of a computed weight, which is pulled back afterwards
         present = [leaf for p in wanted for leaf in ([p] if p.is_leaf else _leaves(p))]
+        self._note_rounding(None, out)
         use = _Use(self, pieces, batch_dim, len(saved), len(saved) + len(present))
         return _Tap.apply(use, out, *saved, *present)
 
@@ -243,7 +251,8 @@ class Tape:
         if use.batch != self.batch:
             raise RuntimeError(_OTHER_BATCH)
         self._begin()
-        self._refuse_rounded(cotangent, self.loss_reduction)
+        self._refuse_rounded(cotangent)
+        self._look_at_bits(cotangent)
         if use.batch_dim:
             saved = tuple(s.movedim(use.batch_dim, 0) for s in saved)
             cotangent = cotangent.movedim(use.batch_dim, 0)
@@ -269,7 +278,7 @@ class Tape:
             raise RuntimeError(_OTHER_BATCH)
         self._begin()
         for parameter, g in per_row.items():
-            self._refuse_rounded(g, self.loss_reduction)
+            self._refuse_rounded(g)
             if id(parameter) in self._ignored:
                 continue
             if id(parameter) not in self._names:
@@ -292,12 +301,62 @@ class Tape:
         if not self._scheduled:
             self._scheduled = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._enter_exact()
 
-    def _refuse_rounded(self, cotangent: Tensor, reduction: str) -> None:
-        """A 16-bit cotangent of a mean is c/B rounded to eight bits or so: it depends on B, and B on every record."""
+    def _enter_exact(self) -> None:
+        """From here back: TF32 would round c/B, too."""
+        if self.averaged and self._exact is None:
+            self._exact = contextlib.ExitStack()
+            self._exact.enter_context(no_ten_bits())
+
+    def _leave_exact(self) -> None:
+        if self._exact is not None:
+            self._exact.close()
+            self._exact = None
+
+    @property
+    def averaged(self) -> bool:
+        """Whether cotangents are divided by a number of rows that is private."""
         padded = self.rows is not None and self.rows.valid is not None
-        if self.private_sizes and reduction == "mean" and cotangent.element_size() == 2 and not padded:
-            raise RuntimeError(_ROUNDED_MEAN.format(dtype=str(cotangent.dtype).removeprefix("torch.")))
+        return self.private_sizes and self._reduction == "mean" and not padded
+
+    @property
+    def _reduction(self) -> str:
+        """Of the user's loss."""
+        return self.loss_reduction
+
+    def _refuse_rounded(self, cotangent: Tensor) -> None:
+        """A 16-bit cotangent of a mean is c/B rounded to eight bits or so: it depends on B, and B on every record."""
+        how = _word(cotangent.dtype) if cotangent.element_size() == 2 else self._rounded
+        if how is not None and self.averaged:
+            raise RuntimeError(_ROUNDED_MEAN.format(how=how))
+
+    def _note_rounding(self, module: nn.Module | None, x: Tensor) -> None:
+        """Autocast, or 16-bit parameters of ``module``: what goes forward here comes back in so many bits."""
+        kind = x.device.type
+        if not self.averaged or not torch.is_grad_enabled():
+            return
+        if torch.is_autocast_enabled(kind):
+            self._rounded = f"rounded to {_word(torch.get_autocast_dtype(kind))} on their way (autocast)"
+        for parameter in () if module is None else module.parameters():
+            if parameter.element_size() == 2:
+                self._rounded = f"rounded to {_word(parameter.dtype)} in {type(module).__name__}"
+
+    def pass_frozen(self, module: nn.Module, inputs: Iterable[Any], out: Any) -> None:
+        """A layer without trainable parameters takes part: cotangents that come back through it are rounded as it rounds."""
+        moving = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad] if self.averaged else []
+        if moving:
+            self._note_rounding(module, moving[0])
+            if rounds_products(moving[0].device):  # before the first tap: nobody has said otherwise yet
+                self._rounded = f"rounded in products of a frozen {type(module).__name__} (TF32 or less)"
+            if not self._looked_at_bits and isinstance(out, Tensor) and out.requires_grad:
+                out.register_hook(self._look_at_bits)
+
+    def _look_at_bits(self, cotangent: Tensor) -> None:
+        """In one batch: whether a loss rounds what it sends back (``criterion(out.bfloat16().float(), y)``)."""
+        n = cotangent.shape[0] if self._seen is None else self._seen.rows
+        if self.averaged and not self._looked_at_bits and n & (n - 1) and few_bits(cotangent):
+            raise RuntimeError(_ROUNDED_MEAN.format(how="rounded to 16 bits on their way"))
 
     def _choose(self, name: str, piece: Piece) -> Piece:
         """Form the gradients now where that is cheaper; elsewhere keep what they are made of."""
@@ -332,6 +391,9 @@ class Tape:
                 if g is not None:
                     self._pieces.setdefault(self._names[id(leaf)], []).append(Dense(g))
         self._derived.clear()
+        self._leave_exact()
+        n = 0 if self._seen is None else self._seen.rows
+        self._looked_at_bits |= bool(n & (n - 1))
         self.complete = True
 
     def gradients(self) -> PerSampleGradients:
@@ -349,6 +411,10 @@ class Tape:
         self.clear()
         self.rows = None
         return result
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _joined(uses: list[Piece]) -> Piece:

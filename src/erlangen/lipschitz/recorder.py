@@ -81,6 +81,10 @@ class Recorder(Tape):
         self.reduction, self.loss_constant = plain.loss_reduction, loss_constant
         self.before_forward, self.intact, self.mode = before_forward, intact, mode
 
+    @property
+    def _reduction(self) -> str:
+        return self.reduction
+
     def clear(self) -> None:
         super().clear()
         self._leaves: dict[str, Tensor] | None = None
@@ -167,7 +171,7 @@ class Recorder(Tape):
                 "of the network (views of a record belong into its row map), and call backward() once per step."
             )
         self._begin()
-        self._refuse_rounded(cotangent, self.reduction)
+        self._refuse_rounded(cotangent)
         self._leaves, self._owners = leaves, owners
         precise = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))  # rounded once, at the end
         # what a mean divided by is put back after the cut: n·limited(c, L/n) is limited(n·c, L)

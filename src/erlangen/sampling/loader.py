@@ -76,6 +76,18 @@ def _emptied(batch: Any) -> Any:
     return batch
 
 
+class _RenewedWorker:
+    """A worker process begins as the user has it begin, and then draws what nobody knows: a seed that was set there is known."""
+
+    def __init__(self, begin: Callable[[int], None] | None) -> None:
+        self.begin = begin
+
+    def __call__(self, worker: int) -> None:
+        if self.begin is not None:
+            self.begin(worker)
+        renew_generators()
+
+
 class PrivateLoader(DataLoader):
     """Behaves as the `DataLoader` it was made from; an epoch has round(N / expected batch) logical batches.
 
@@ -100,7 +112,7 @@ class PrivateLoader(DataLoader):
             num_workers=plain.num_workers,
             pin_memory=plain.pin_memory,
             timeout=plain.timeout,
-            worker_init_fn=plain.worker_init_fn,
+            worker_init_fn=plain.worker_init_fn if sampler.seeded else _RenewedWorker(plain.worker_init_fn),
             generator=plain.generator if sampler.seeded else None,
             multiprocessing_context=plain.multiprocessing_context,
             **loading,

@@ -65,8 +65,8 @@ class Tickets:
         if not waiting:
             raise RuntimeError(
                 "this batch was not drawn by the data loader that make_private returned (or was used twice): sampling, "
-                "owners and accounting belong to its draws. Iterate over the returned loader; batches of your own are "
-                "announced with engine.training.announce(RowMap…)."
+                "owners and accounting belong to its draws. Iterate over the returned loader. (Batches of your own, announced with "
+                "engine.training.announce(RowMap…), are accounted without amplification.)"
             )
         if len(waiting) > 1:
             raise RuntimeError(

@@ -189,6 +189,7 @@ class Session:
         training = PrivateTraining(
             self.model, self.optimizer, tape, mechanism, self.sampler, self.accountant, self.denoiser, self.workers
         )
+        training.own_draws = True  # `_parts` draws each batch by the sampler
         if config.selective:
             self.judge = Judge(self)
             training.extras.append(self.judge.event)
