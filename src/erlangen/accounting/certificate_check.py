@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import signing, strict_json
-from .certificate import REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
+from .certificate import ALWAYS_NOT_COVERED, REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
@@ -174,7 +174,7 @@ def _consistency(document: Mapping[str, Any], releases: list[tuple[Release, int]
     units = sorted({release.unit for release, _ in releases})
     if units and document["unit"] != ", ".join(units):
         problems.append(f"unit = {document['unit']!r}, but the releases protect {', '.join(units)!r}")
-    return [*problems, *_randomness(document), *_sampling(document, releases), *_said(document)]
+    return [*problems, *_randomness(document), *_sampling(document, releases), *_sizes(document), *_said(document)]
 
 
 def _randomness(document: Mapping[str, Any]) -> list[str]:
@@ -203,9 +203,46 @@ def _sampling(document: Mapping[str, Any], releases: list[tuple[Release, int]]) 
     return [f"the sampler's sample_rate = {stated!r:.40}, but the releases have {', '.join(f'{q:g}' for q in rates[:3])}"]
 
 
+def _sizes(document: Mapping[str, Any]) -> list[str]:
+    """How many there are, by all who say something: a rate says little of a data set that is larger than it was.
+
+    The sampling rate is that of the releases (`_sampling`), and a run's ledger keeps its batch: both together fix the units.
+    """
+    sampler, size, unit = _inside(document, "sampler"), document["data"].get("size"), document["unit"]
+    rate, units, drawn = (sampler.get(name) for name in ("sample_rate", "units", "expected_batch"))
+    batches = {
+        "sampler.expected_batch": drawn,
+        "expected_batch": document["expected_batch"],
+        "config.batch": (document["config"] or {}).get("batch") or None,  # 0: to be chosen by the number of units
+    }
+    stated = {name: value for name, value in batches.items() if value is not None}
+    for name, value in {**stated, "data.size": size, "sampler.units": units, "sampler.sample_rate": rate}.items():
+        if value is not None and not _positive(value):
+            return [f"{name} = {str(value)[:40]} is not a number above 0"]
+    problems = []
+    first, batch = next(iter(stated.items()), ("", None))
+    for name, value in stated.items():
+        if not _close(value, stated[first], 1e-9):
+            problems.append(f"{name} = {value:g}, but {first} = {batch:g}")
+    if batch is not None and rate is not None and units is not None and not _close(rate * units, batch, 1e-9):
+        problems.append(f"sampler.units = {units}, but its rate and batch are those of {batch / rate:.6g} units")
+    if size is not None and units is not None and (size != units if unit == "record" else size < units):
+        problems.append(f"data.size = {size} records, but the sampler draws from {units} units of privacy ({unit:.40})")
+    return problems
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**63
+
+
 def _said(document: Mapping[str, Any]) -> list[str]:
-    """What has to be said where it is so."""
-    config, delta, problems = document["config"] or {}, document["delta"], []
+    """What has to be said where it is so, and what has to be said always."""
+    config, delta = document["config"] or {}, document["delta"]
+    problems = [
+        f"not_covered leaves out what every certificate says: {words[:60]!r} …"
+        for words in ALWAYS_NOT_COVERED
+        if words not in document["not_covered"]
+    ]
     if config.get("non_private") and not document["non_private"]:
         problems.append("non_private is empty, but the run's configuration turned statistics without a guarantee on")
     if config.get("delta", delta) not in (delta, None):
