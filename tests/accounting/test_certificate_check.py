@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import erlangen.accounting as acc
 from erlangen.accounting import certificate as cert
-from erlangen.accounting.certificate_check import check
+from erlangen.accounting.certificate_check import check, verify
 from erlangen.accounting.ledger import Ledger, Release, read_ledger
 
 SAMPLER = {"name": "poisson", "units": 800, "expected_batch": 8.0, "sample_rate": 0.01, "secure": True}
@@ -93,3 +94,47 @@ def test_what_no_certificate_covers_is_in_every_one(left, tmp_path):
     assert cert.ALWAYS_NOT_COVERED[left][:60] in problem
     document["not_covered"] = []
     assert len(check(document)) == len(cert.ALWAYS_NOT_COVERED)
+
+
+# --- the page beside it --------------------------------------------------------------------------------------------
+
+FALSE_PAGES = {
+    "less spent": (lambda page: page.replace("δ) = (0.", "δ) = (0.0"), r"line 3 is '\*\*\(ε, δ\) = \(0\.0\d+, .* should be '"),
+    "a sentence less": (lambda page: page[: page.rindex("- flaws of")], r"line \d+ is missing, and should be '- flaws of"),
+    "a sentence more": (lambda page: page + "The training loss is covered, too.\n", "is 'The training .* should not be there"),
+    "nothing": (lambda page: "", "line 1 is '', and should be '# Privacy certificate'"),
+    "no text": (lambda page: "\x1b[8m\udcff", r"line 1 is '\\x1b\[8m�'"),  # and nothing that a terminal would obey
+}
+
+
+@pytest.mark.parametrize("lie", FALSE_PAGES)
+def test_the_page_is_the_certificates(lie, tmp_path):
+    """People read the page: there ε = 499.9 became 0.1, and the certificate beside it verified."""
+    certified(tmp_path)
+    page, path = tmp_path / "certificate.md", tmp_path / "certificate.json"
+    honest = page.read_text()
+    change, words = FALSE_PAGES[lie]
+    page.write_bytes(change(honest).encode(errors="surrogateescape"))
+    (problem,) = verify(path)
+    assert problem.startswith(f"{page} is not the page of this certificate: line ")
+    assert re.search(words, problem)
+    assert verify(path, page=False) == []
+    page.write_text(honest.replace("\n", "\r\n") + "\n")  # the same page as another system and `inspect` end its lines
+    assert verify(path) == []
+    page.unlink()  # a certificate may travel alone
+    assert verify(path) == []
+
+
+def test_the_page_of_a_certificate_that_does_not_hold_is_no_matter(tmp_path):
+    document = certified(tmp_path)
+    document["steps"] = 99
+    path = cert.save(document, tmp_path)
+    (tmp_path / "certificate.md").write_text("forged, too")
+    assert all("page" not in problem for problem in verify(path))
+
+
+def test_a_certificate_of_which_no_page_can_be_made(tmp_path):
+    document = certified(tmp_path)
+    del document["ledger"]["notes"]
+    (tmp_path / "certificate.json").write_text(json.dumps(document))
+    assert "cannot be compared" in verify(tmp_path / "certificate.json")[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import signing, strict_json
 from .certificate import ALWAYS_NOT_COVERED, REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
+from .certificate_beside import page_problems
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
@@ -57,14 +58,15 @@ def verify(
     public_key: str | None = None,
     ledger: str | os.PathLike[str] | None = None,
     single_copy: bool = False,
+    page: bool = True,
 ) -> list[str]:
     """Problems of the certificate at `path`; an empty list means that every recomputed value agrees.
 
     With `public_key` (hexadecimal) a valid signature by that key is required. The ledger given, or lying beside the
     certificate, must not count more than the certificate does; with one copy missing that is a problem, too, unless
-    `single_copy` accepts it.
+    `single_copy` accepts it. The page beside it must be its page, unless the caller shows another (`page`).
     """
-    return list(examine(path, public_key, ledger, single_copy).problems)
+    return list(examine(path, public_key, ledger, single_copy, page).problems)
 
 
 def examine(
@@ -72,6 +74,7 @@ def examine(
     public_key: str | None = None,
     ledger: str | os.PathLike[str] | None = None,
     single_copy: bool = False,
+    page: bool = True,
 ) -> Verdict:
     """As `verify`, with what was damaged in the ledger and repaired."""
     try:
@@ -80,7 +83,10 @@ def examine(
         return Verdict((str(error),))
     beside = Path(path).parent / "ledger.jsonl"
     found = Path(ledger) if ledger is not None else beside if beside.exists() or copy_path(beside).exists() else None
-    return _judge(document, public_key, found, single_copy)
+    verdict = _judge(document, public_key, found, single_copy)
+    if verdict.problems or not page:  # the page of a certificate that does not hold is no matter
+        return verdict
+    return replace(verdict, problems=tuple(page_problems(Path(path), document)))
 
 
 def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:

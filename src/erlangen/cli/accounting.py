@@ -170,7 +170,7 @@ def inspect(
     """What a run's ledger (or a certificate) says, in words."""
     if run.suffix == ".json" and run.is_file():
         certificate = _certificate(run)
-        problems = acc.verify(run, single_copy=single_copy)
+        problems = acc.verify(run, single_copy=single_copy, page=False)  # it prints the page
         if problems:
             raise acc.LedgerError(f"{run} does not verify: {problems[0]}; see erlangen verify")
         _print(certificate, as_json, _show_certificate)
