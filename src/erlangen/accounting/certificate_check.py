@@ -12,6 +12,7 @@ from typing import Any
 from . import signing, strict_json
 from .certificate import ALWAYS_NOT_COVERED, REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
 from .certificate_beside import page_problems
+from .certificate_text import certified
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
@@ -47,10 +48,20 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What distrust found: `problems` contradict the certificate; `notes` are damage to its ledger that was made good."""
+    """What distrust found: `problems` contradict the certificate; `notes` are damage to its ledger that was made good;
+    `remarks` contradict nothing, and whoever relies on it should know them. `certified` are the facts that were verified
+    (`certificate_text.certified`): None where there is a problem, so that nobody reads an ε that does not hold."""
 
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    certified: Mapping[str, Any] | None = None
+
+
+ALONE = (
+    "there is no ledger beside the certificate: its releases were not compared with what was written down as they were made "
+    "(name one with --ledger)"
+)
 
 
 def verify(
@@ -84,9 +95,12 @@ def examine(
     beside = Path(path).parent / "ledger.jsonl"
     found = Path(ledger) if ledger is not None else beside if beside.exists() or copy_path(beside).exists() else None
     verdict = _judge(document, public_key, found, single_copy)
-    if verdict.problems or not page:  # the page of a certificate that does not hold is no matter
+    if page and not verdict.problems:  # the page of a certificate that does not hold is no matter
+        verdict = replace(verdict, problems=tuple(page_problems(Path(path), document)))
+    if verdict.problems:
         return verdict
-    return replace(verdict, problems=tuple(page_problems(Path(path), document)))
+    remarks = () if found else (ALONE,)
+    return replace(verdict, remarks=remarks, certified=certified(document, found is not None))
 
 
 def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:
@@ -290,7 +304,7 @@ def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]])
         problems += _compare(name, claimed.get(name, "missing"), true[name], tolerance)
     if claimed.get("private") is not true["private"]:
         problems.append(f"private = {claimed.get('private')!r}, recomputed {true['private']}")
-    if bool(claimed.get("reasons")) == true["private"]:
+    if not isinstance(claimed.get("reasons"), list) or bool(claimed["reasons"]) == true["private"]:
         problems.append("reasons for a missing guarantee must be given exactly when it is missing")
     if same and claimed.get("notes") != true["notes"]:
         problems.append("the guarantee's notes are not those of the accountants")

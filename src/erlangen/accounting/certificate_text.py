@@ -37,6 +37,39 @@ def headline(certificate: Mapping[str, Any]) -> str:
     return f"(ε, δ) = ({promised(g['best_epsilon'])}, {promised(certificate['delta'])}) differential privacy{use}."
 
 
+def certified(certificate: Mapping[str, Any], ledger: bool) -> dict[str, Any]:
+    """What was verified, as plain facts; `ledger` says whether the releases were compared with one."""
+    g, signature = certificate["guarantee"], certificate.get("signature")
+    return {
+        "private": g["private"],
+        "epsilon": g["best_epsilon"],
+        "delta": certificate["delta"],
+        "unit": certificate["unit"],
+        "reasons": list(g["reasons"]),
+        "randomness": certificate["randomness"],
+        "releases": certificate["steps"],
+        "non_private": list(certificate["non_private"]),
+        "ledger_compared": ledger,
+        "signed_by": signature["public_key"] if signature else None,
+    }
+
+
+def in_one_line(facts: Mapping[str, Any]) -> str:
+    """The facts of `certified` for somebody who asks what it was that verified."""
+    whose = f"for each {_line(facts['unit'])}"
+    if facts["private"]:
+        parts = [f"ε = {promised(facts['epsilon'])} at δ = {promised(facts['delta'])} {whose}"]
+    else:
+        why = "; ".join(map(_line, facts["reasons"][:3]))
+        parts = [f"consistent, but NO privacy guarantee: ε = ∞ {whose} ({why})"]
+    parts += [facts["randomness"], f"{facts['releases']} release{'s' * (facts['releases'] != 1)}"]
+    if facts["non_private"]:
+        parts.append(f"without any guarantee: {', '.join(map(_line, facts['non_private']))}")
+    parts.append("ledger compared" if facts["ledger_compared"] else "no ledger compared")
+    parts.append(f"signed by {facts['signed_by'][:16]}" if facts["signed_by"] else "not signed")
+    return "; ".join(parts)
+
+
 def number(value: Any) -> str:
     """Four digits, or the word for it."""
     if value is None:
@@ -110,4 +143,5 @@ def _cell(value: Any) -> str:
 
 
 def _line(value: Any) -> str:
-    return " ".join(str(value).split())[:400]
+    """One line of text, and nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else "�" for c in " ".join(str(value).split())[:400])
