@@ -12,8 +12,9 @@ import pytest
 
 import erlangen.accounting as acc
 from erlangen.accounting import certificate as cert
-from erlangen.accounting.certificate_check import check, verify
+from erlangen.accounting.certificate_check import check, examine, verify
 from erlangen.accounting.ledger import Ledger, Release, read_ledger
+from erlangen.accounting.words import upper
 
 SAMPLER = {"name": "poisson", "units": 800, "expected_batch": 8.0, "sample_rate": 0.01, "secure": True}
 FACTS = {"sampler": SAMPLER, "data_size": 800, "expected_batch": 8.0, "secure": True, "config": {"batch": 8.0}}
@@ -138,3 +139,73 @@ def test_a_certificate_of_which_no_page_can_be_made(tmp_path):
     del document["ledger"]["notes"]
     (tmp_path / "certificate.json").write_text(json.dumps(document))
     assert "cannot be compared" in verify(tmp_path / "certificate.json")[0]
+
+
+# --- validation after training -------------------------------------------------------------------------------------
+
+
+def validation(folder: Path, data: str = "scans:1", **facts: Any) -> None:
+    with Ledger.create(folder / "validation-ledger.jsonl", data=data, block=1) as ledger:
+        ledger.spend(Release(acc.gaussian(5.0), **facts), 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("scans:1", "counts 2 releases more, on the records of the training, .* for each record$"),
+        ("other", "counts 2 releases more, on other records .* for a record that is among both$"),
+    ],
+)
+def test_validation_on_private_records_adds_to_what_the_certificate_says(data, words, tmp_path):
+    """Two counts of the training records are two releases more from each of them, and nobody was told."""
+    document = certified(tmp_path)
+    path = tmp_path / "certificate.json"
+    assert examine(path).remarks == ()
+    validation(tmp_path, data)
+    found = examine(path)
+    assert found.problems == ()
+    together = acc.epsilon([(acc.poisson(0.01, acc.gaussian(1.0)), 100), (acc.gaussian(5.0), 2)], 1e-5)
+    assert found.certified is not None
+    assert found.certified["epsilon_with_validation"] == pytest.approx(together, rel=1e-9)
+    assert found.certified["epsilon"] == document["guarantee"]["best_epsilon"] < 0.9 * together
+    (remark,) = found.remarks
+    assert re.search(words, remark)
+    assert f"ε = {upper(together, 4)} at δ = 1e-05" in remark
+    for ledger in tmp_path.glob("ledger.jsonl*"):
+        ledger.unlink()
+    assert len(examine(path).remarks) == 2, "the certificate's own releases are enough to add up"
+
+
+def test_validation_that_does_not_add_up_costs_everything(tmp_path):
+    cases = {"patients": ("patient", {}), "replaced": ("record", {"neighbouring": "replace-one"})}
+    for name, (unit, facts) in cases.items():
+        certified(tmp_path / name, unit)
+        validation(tmp_path / name, **facts)
+    for name, why in (("patients", "training protected each patient as a whole"), ("replaced", "do not add up")):
+        found = examine(tmp_path / name / "certificate.json")
+        assert found.problems == ()
+        assert found.certified is not None
+        assert found.certified["epsilon_with_validation"] == "inf"
+        assert "together ε = ∞" in found.remarks[0]
+        assert why in found.remarks[0]
+
+
+def test_a_validation_ledger_that_cannot_be_read_is_said(tmp_path):
+    certified(tmp_path)
+    validation(tmp_path)
+    (tmp_path / "validation-ledger.jsonl.copy").unlink()
+    (remark,) = examine(tmp_path / "certificate.json").remarks
+    assert "what validation cost beyond the certificate is not known" in remark
+    (remark,) = examine(tmp_path / "certificate.json", single_copy=True).remarks
+    assert "counts 2 releases more" in remark
+
+
+def test_what_only_rdp_can_price_adds_up_too(tmp_path):
+    search = acc.repeat_and_select(acc.composed(acc.gaussian(20.0), 10), 5.0)
+    with Ledger.create(tmp_path / "ledger.jsonl", data="scans:1", run="r") as ledger:
+        ledger.spend(Release(search))
+    path = cert.save(cert.build(read_ledger(tmp_path / "ledger.jsonl"), 1e-5), tmp_path)
+    validation(tmp_path)
+    found = examine(path)
+    assert found.certified is not None
+    assert found.certified["epsilon"] < found.certified["epsilon_with_validation"] < 10

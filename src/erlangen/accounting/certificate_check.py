@@ -11,7 +11,7 @@ from typing import Any
 
 from . import signing, strict_json
 from .certificate import ALWAYS_NOT_COVERED, REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
-from .certificate_beside import page_problems
+from .certificate_beside import page_problems, validated
 from .certificate_text import certified
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
@@ -99,8 +99,10 @@ def examine(
         verdict = replace(verdict, problems=tuple(page_problems(Path(path), document)))
     if verdict.problems:
         return verdict
-    remarks = () if found else (ALONE,)
-    return replace(verdict, remarks=remarks, certified=certified(document, found is not None))
+    both, words = validated(Path(path), document, _releases(document["releases"])[0], single_copy)
+    remarks = tuple(remark for remark in (None if found else ALONE, words) if remark)
+    facts = {**certified(document, found is not None), "epsilon_with_validation": both}
+    return replace(verdict, remarks=remarks, certified=facts)
 
 
 def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:
