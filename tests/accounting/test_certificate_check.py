@@ -97,6 +97,14 @@ def test_what_no_certificate_covers_is_in_every_one(left, tmp_path):
     assert len(check(document)) == len(cert.ALWAYS_NOT_COVERED)
 
 
+def test_which_numbers_are_public_is_in_every_certificate(tmp_path):
+    document = certified(tmp_path)
+    document["data"]["note"] = "the number of records is treated as public"  # as earlier certificates say it
+    assert check(document) == []
+    document["data"]["note"] = "nobody knows how many there are"
+    assert "the number of units of privacy" in check(document)[0]
+
+
 # --- the page beside it --------------------------------------------------------------------------------------------
 
 FALSE_PAGES = {

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from . import signing, strict_json
-from .certificate import ALWAYS_NOT_COVERED, REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
+from .certificate import (
+    ALWAYS_NOT_COVERED,
+    PUBLIC_NUMBERS,
+    REPRODUCIBLE,
+    SCHEMA,
+    SECURE,
+    UNSEEDED,
+    VERSION,
+    guarantee,
+    load,
+    software,
+)
 from .certificate_beside import page_problems, validated
 from .certificate_text import certified
 from .epsilon import NEIGHBOURING
@@ -19,6 +30,7 @@ from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
 from .ledger_format import Book
 
 MAX_RELEASE_KINDS = 2000
+_PUBLIC_NUMBERS = (PUBLIC_NUMBERS, "the number of records is treated as public")  # and what earlier certificates say
 _SAME_SOFTWARE, _OTHER_SOFTWARE = 1e-6, 2e-3
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -265,6 +277,8 @@ def _said(document: Mapping[str, Any]) -> list[str]:
         for words in ALWAYS_NOT_COVERED
         if words not in document["not_covered"]
     ]
+    if document["data"].get("note") not in _PUBLIC_NUMBERS:
+        problems.append(f"data.note does not say that {PUBLIC_NUMBERS}")
     if config.get("non_private") and not document["non_private"]:
         problems.append("non_private is empty, but the run's configuration turned statistics without a guarantee on")
     if config.get("delta", delta) not in (delta, None):
