@@ -135,6 +135,7 @@ LIES = {
     "unknown relation": lambda d: d.update(neighbouring="none"),
     "other unit": lambda d: d.update(unit="patient"),
     "hand-made event": lambda d: d["releases"][0].update(event={"type": "FreeLunch"}),
+    "reasons that are none": lambda d: d["guarantee"].update(reasons=None),
     "reasons without need": lambda d: d["guarantee"].update(reasons=["x"]),
     "other run": lambda d: d.update(run="run2"),
     "other data": lambda d: d["data"].update(fingerprint="digits:2"),

@@ -137,13 +137,61 @@ def test_calibrate(call):
 
 def test_verify(call, run_folder):
     path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
-    assert call("verify", path, "--json") == {"file": str(path), "valid": True, "problems": [], "notes": []}
+    out = call("verify", path, "--json")
+    epsilon = out["certified"].pop("epsilon")
+    assert epsilon == pytest.approx(1.8282, abs=1e-4)
+    facts = {"private": True, "delta": 1e-5, "unit": "record", "reasons": [], "randomness": cert.REPRODUCIBLE, "releases": 1000,
+             "non_private": [], "ledger_compared": True, "signed_by": None, "epsilon_with_validation": None}  # fmt: skip
+    assert out == {"file": str(path), "valid": True, "problems": [], "notes": [], "remarks": [], "certified": facts}
     assert call("verify", run_folder, "--json")["file"] == str(path)
     path.write_text(path.read_text().replace('"pld": 1.8', '"pld": 1.7'))
     out = call("verify", path, "--json", code=1)
     assert not out["valid"]
+    assert out["certified"] is None, "an ε that does not hold is not repeated"
     assert "recomputed" in out["problems"][0]
     call("inspect", path, code=1)
+
+
+@pytest.mark.parametrize(
+    ("release", "facts", "line"),
+    [
+        (STEP, {"secure": True},
+         "ε = 1.829 at δ = 1e-05 for each record; secure; 1000 releases; ledger compared; not signed"),
+        (STEP, {"mechanism": {"noise_source": "pseudo-random, unseeded"}, "non_private": ["train_loss", "a\x1b[8mb"]},
+         "ε = 1.829 at δ = 1e-05 for each record; pseudo-random, unseeded: not for release; 1000 releases; without any guarantee: "
+         "train_loss, a�[8mb; ledger compared; not signed"),
+        (STEP, {},
+         "ε = 1.829 at δ = 1e-05 for each record; reproducible: not for release; 1000 releases; ledger compared; not signed"),
+        (Release(acc.non_private("x"), unit="patient", reason="no noise is added (σ = 0)"), {"secure": True},
+         "consistent, but NO privacy guarantee: ε = ∞ for each patient (no noise is added (σ = 0)); secure; 1000 releases; "
+         "ledger compared; not signed"),
+    ],
+)  # fmt: skip
+def test_verify_says_what_it_verified(call, tmp_path, release, facts, line):
+    """"Every recomputed value agrees" was all there was to read, of ε = ∞ too."""
+    with Ledger.create(tmp_path / "ledger.jsonl", data="digits", run="r", unit=release.unit) as ledger:
+        ledger.spend(release, 1000)
+    path = cert.save(cert.build(read_ledger(tmp_path / "ledger.jsonl"), 1e-5, facts), tmp_path)
+    assert call("verify", path).splitlines() == [f"{path}: every recomputed value agrees", line]
+    out = call("verify", path, "--json")["certified"]
+    assert out["private"] == (out["epsilon"] != "inf") == ("NO privacy" not in line)
+    assert out["randomness"] in line
+
+
+def test_a_certificate_without_its_ledger_says_so(call, run_folder, tmp_path):
+    """Whoever deletes the ledger deletes what the certificate might have left out."""
+    path = cert.save(cert.build(read_ledger(run_folder / "ledger.jsonl"), 1e-5), run_folder)
+    elsewhere = tmp_path / "kept.jsonl"
+    for ledger, kept in ((run_folder / "ledger.jsonl", elsewhere), (copy_path(run_folder / "ledger.jsonl"), copy_path(elsewhere))):
+        ledger.rename(kept)
+    said = call("verify", path)
+    assert "; no ledger compared; " in said
+    assert "note: there is no ledger beside the certificate: its releases were not compared" in said
+    out = call("verify", path, "--json")
+    assert out["valid"]
+    assert out["certified"]["ledger_compared"] is False
+    assert "no ledger" in out["remarks"][0]
+    assert "no ledger" not in call("verify", path, "--ledger", elsewhere)
 
 
 def test_sign(call, run_folder, tmp_path):
@@ -155,6 +203,12 @@ def test_sign(call, run_folder, tmp_path):
     call("verify", path, "--public-key", "00" * 32, code=1)
     call("sign", path, "--key", key, "--new-key", code=2, words="never replaced; leave --new-key out")
     call("sign", path, "--key", tmp_path / "nowhere.pem", code=2, words="no key at")
+    assert f"; signed by {public[:16]}\n" in call("verify", path)
+    page = path.with_suffix(".md").read_text()
+    path.with_suffix(".md").write_text(page.replace("1.82", "0.82"))
+    call("sign", path, "--key", key, code=1, words="line 3 is")  # what somebody read is what they sign
+    path.with_suffix(".md").write_text(call("inspect", path))  # as the problem advises
+    assert call("verify", path, "--json")["certified"]["signed_by"] == public
     path.write_text(path.read_text().replace('"sampler": null', '"sampler": "Poisson"'))
     call("verify", path, code=1)
     call("sign", path, "--key", key, code=1)

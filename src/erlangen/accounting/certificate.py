@@ -30,6 +30,10 @@ REPRODUCIBLE = "reproducible: not for release"
 UNSEEDED = "pseudo-random, unseeded: not for release"
 SECURE = "secure"
 
+PUBLIC_NUMBERS = (
+    "the number of records, and the number of units of privacy (patients, say), which sets the sampling rate, are treated as public"
+)
+
 FACTS = (
     "sampler", "mechanism", "data_size", "secure", "non_private", "not_covered", "audit", "expected_batch", "config"
 )  # fmt: skip
@@ -76,7 +80,7 @@ def build(book: Book, delta: float, facts: Mapping[str, Any] | None = None) -> d
         "data": {
             "fingerprint": book.data,
             "size": told.get("data_size"),
-            "note": "the number of records is treated as public",
+            "note": PUBLIC_NUMBERS,
         },
         "randomness": _randomness(told),
         "non_private": list(told.get("non_private") or []),

@@ -5,18 +5,32 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import signing, strict_json
-from .certificate import REPRODUCIBLE, SCHEMA, SECURE, UNSEEDED, VERSION, guarantee, load, software
+from .certificate import (
+    ALWAYS_NOT_COVERED,
+    PUBLIC_NUMBERS,
+    REPRODUCIBLE,
+    SCHEMA,
+    SECURE,
+    UNSEEDED,
+    VERSION,
+    guarantee,
+    load,
+    software,
+)
+from .certificate_beside import page_problems, validated
+from .certificate_text import certified
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
 from .ledger_format import Book
 
 MAX_RELEASE_KINDS = 2000
+_PUBLIC_NUMBERS = (PUBLIC_NUMBERS, "the number of records is treated as public")  # and what earlier certificates say
 _SAME_SOFTWARE, _OTHER_SOFTWARE = 1e-6, 2e-3
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -46,10 +60,20 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What distrust found: `problems` contradict the certificate; `notes` are damage to its ledger that was made good."""
+    """What distrust found: `problems` contradict the certificate; `notes` are damage to its ledger that was made good;
+    `remarks` contradict nothing, and whoever relies on it should know them. `certified` are the facts that were verified
+    (`certificate_text.certified`): None where there is a problem, so that nobody reads an ε that does not hold."""
 
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    certified: Mapping[str, Any] | None = None
+
+
+ALONE = (
+    "there is no ledger beside the certificate: its releases were not compared with what was written down as they were made "
+    "(name one with --ledger)"
+)
 
 
 def verify(
@@ -57,14 +81,15 @@ def verify(
     public_key: str | None = None,
     ledger: str | os.PathLike[str] | None = None,
     single_copy: bool = False,
+    page: bool = True,
 ) -> list[str]:
     """Problems of the certificate at `path`; an empty list means that every recomputed value agrees.
 
     With `public_key` (hexadecimal) a valid signature by that key is required. The ledger given, or lying beside the
     certificate, must not count more than the certificate does; with one copy missing that is a problem, too, unless
-    `single_copy` accepts it.
+    `single_copy` accepts it. The page beside it must be its page, unless the caller shows another (`page`).
     """
-    return list(examine(path, public_key, ledger, single_copy).problems)
+    return list(examine(path, public_key, ledger, single_copy, page).problems)
 
 
 def examine(
@@ -72,6 +97,7 @@ def examine(
     public_key: str | None = None,
     ledger: str | os.PathLike[str] | None = None,
     single_copy: bool = False,
+    page: bool = True,
 ) -> Verdict:
     """As `verify`, with what was damaged in the ledger and repaired."""
     try:
@@ -80,7 +106,15 @@ def examine(
         return Verdict((str(error),))
     beside = Path(path).parent / "ledger.jsonl"
     found = Path(ledger) if ledger is not None else beside if beside.exists() or copy_path(beside).exists() else None
-    return _judge(document, public_key, found, single_copy)
+    verdict = _judge(document, public_key, found, single_copy)
+    if page and not verdict.problems:  # the page of a certificate that does not hold is no matter
+        verdict = replace(verdict, problems=tuple(page_problems(Path(path), document)))
+    if verdict.problems:
+        return verdict
+    both, words = validated(Path(path), document, _releases(document["releases"])[0], single_copy)
+    remarks = tuple(remark for remark in (None if found else ALONE, words) if remark)
+    facts = {**certified(document, found is not None), "epsilon_with_validation": both}
+    return replace(verdict, remarks=remarks, certified=facts)
 
 
 def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:
@@ -174,7 +208,7 @@ def _consistency(document: Mapping[str, Any], releases: list[tuple[Release, int]
     units = sorted({release.unit for release, _ in releases})
     if units and document["unit"] != ", ".join(units):
         problems.append(f"unit = {document['unit']!r}, but the releases protect {', '.join(units)!r}")
-    return [*problems, *_randomness(document), *_sampling(document, releases), *_said(document)]
+    return [*problems, *_randomness(document), *_sampling(document, releases), *_sizes(document), *_said(document)]
 
 
 def _randomness(document: Mapping[str, Any]) -> list[str]:
@@ -203,9 +237,48 @@ def _sampling(document: Mapping[str, Any], releases: list[tuple[Release, int]]) 
     return [f"the sampler's sample_rate = {stated!r:.40}, but the releases have {', '.join(f'{q:g}' for q in rates[:3])}"]
 
 
+def _sizes(document: Mapping[str, Any]) -> list[str]:
+    """How many there are, by all who say something: a rate says little of a data set that is larger than it was.
+
+    The sampling rate is that of the releases (`_sampling`), and a run's ledger keeps its batch: both together fix the units.
+    """
+    sampler, size, unit = _inside(document, "sampler"), document["data"].get("size"), document["unit"]
+    rate, units, drawn = (sampler.get(name) for name in ("sample_rate", "units", "expected_batch"))
+    batches = {
+        "sampler.expected_batch": drawn,
+        "expected_batch": document["expected_batch"],
+        "config.batch": (document["config"] or {}).get("batch") or None,  # 0: to be chosen by the number of units
+    }
+    stated = {name: value for name, value in batches.items() if value is not None}
+    for name, value in {**stated, "data.size": size, "sampler.units": units, "sampler.sample_rate": rate}.items():
+        if value is not None and not _positive(value):
+            return [f"{name} = {str(value)[:40]} is not a number above 0"]
+    problems = []
+    first, batch = next(iter(stated.items()), ("", None))
+    for name, value in stated.items():
+        if not _close(value, stated[first], 1e-9):
+            problems.append(f"{name} = {value:g}, but {first} = {batch:g}")
+    if batch is not None and rate is not None and units is not None and not _close(rate * units, batch, 1e-9):
+        problems.append(f"sampler.units = {units}, but its rate and batch are those of {batch / rate:.6g} units")
+    if size is not None and units is not None and (size != units if unit == "record" else size < units):
+        problems.append(f"data.size = {size} records, but the sampler draws from {units} units of privacy ({unit:.40})")
+    return problems
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**63
+
+
 def _said(document: Mapping[str, Any]) -> list[str]:
-    """What has to be said where it is so."""
-    config, delta, problems = document["config"] or {}, document["delta"], []
+    """What has to be said where it is so, and what has to be said always."""
+    config, delta = document["config"] or {}, document["delta"]
+    problems = [
+        f"not_covered leaves out what every certificate says: {words[:60]!r} …"
+        for words in ALWAYS_NOT_COVERED
+        if words not in document["not_covered"]
+    ]
+    if document["data"].get("note") not in _PUBLIC_NUMBERS:
+        problems.append(f"data.note does not say that {PUBLIC_NUMBERS}")
     if config.get("non_private") and not document["non_private"]:
         problems.append("non_private is empty, but the run's configuration turned statistics without a guarantee on")
     if config.get("delta", delta) not in (delta, None):
@@ -247,7 +320,7 @@ def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]])
         problems += _compare(name, claimed.get(name, "missing"), true[name], tolerance)
     if claimed.get("private") is not true["private"]:
         problems.append(f"private = {claimed.get('private')!r}, recomputed {true['private']}")
-    if bool(claimed.get("reasons")) == true["private"]:
+    if not isinstance(claimed.get("reasons"), list) or bool(claimed["reasons"]) == true["private"]:
         problems.append("reasons for a missing guarantee must be given exactly when it is missing")
     if same and claimed.get("notes") != true["notes"]:
         problems.append("the guarantee's notes are not those of the accountants")

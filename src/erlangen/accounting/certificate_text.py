@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from .words import upper
+from .words import meaning, upper
 
 
 def markdown(certificate: Mapping[str, Any]) -> str:
@@ -37,10 +38,45 @@ def headline(certificate: Mapping[str, Any]) -> str:
     return f"(ε, δ) = ({promised(g['best_epsilon'])}, {promised(certificate['delta'])}) differential privacy{use}."
 
 
+def certified(certificate: Mapping[str, Any], ledger: bool) -> dict[str, Any]:
+    """What was verified, as plain facts; `ledger` says whether the releases were compared with one."""
+    g, signature = certificate["guarantee"], certificate.get("signature")
+    return {
+        "private": g["private"],
+        "epsilon": g["best_epsilon"],
+        "delta": certificate["delta"],
+        "unit": certificate["unit"],
+        "reasons": list(g["reasons"]),
+        "randomness": certificate["randomness"],
+        "releases": certificate["steps"],
+        "non_private": list(certificate["non_private"]),
+        "ledger_compared": ledger,
+        "signed_by": signature["public_key"] if signature else None,
+    }
+
+
+def in_one_line(facts: Mapping[str, Any]) -> str:
+    """The facts of `certified` for somebody who asks what it was that verified."""
+    whose = f"for each {_line(facts['unit'])}"
+    if facts["private"]:
+        parts = [f"ε = {promised(facts['epsilon'])} at δ = {promised(facts['delta'])} {whose}"]
+    else:
+        why = "; ".join(map(_line, facts["reasons"][:3]))
+        parts = [f"consistent, but NO privacy guarantee: ε = ∞ {whose} ({why})"]
+    parts += [facts["randomness"], f"{facts['releases']} release{'s' * (facts['releases'] != 1)}"]
+    if facts["non_private"]:
+        parts.append(f"without any guarantee: {', '.join(map(_line, facts['non_private']))}")
+    parts.append("ledger compared" if facts["ledger_compared"] else "no ledger compared")
+    parts.append(f"signed by {facts['signed_by'][:16]}" if facts["signed_by"] else "not signed")
+    return "; ".join(parts)
+
+
 def number(value: Any) -> str:
     """Four digits, or the word for it."""
     if value is None:
         return "not available"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if value == "inf":
         return "∞"
     return f"{value:.4g}" if isinstance(value, (int, float)) else _line(value)
@@ -63,31 +99,46 @@ def _rows(c: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("mechanism", _facts(c.get("mechanism"))),
         ("releases", c["steps"]),
         ("data", f"{c['data']['size'] or 'unknown'} records, fingerprint {c['data']['fingerprint'] or 'unknown'}"),
+        ("treated as public", c["data"]["note"]),
         ("randomness", c["randomness"]),
-        ("audit", c.get("audit") or "none"),
+        ("audit", _facts(c.get("audit") or "none")),
         ("ledger", "; ".join(c["ledger"]["notes"]) or "intact"),
         ("run", f"{c['run']}, {c['created']}"),
     ]
 
 
 def _facts(value: Any) -> Any:
-    """A mapping as "key: value; …"."""
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {number(v)}" for key, v in value.items())
-    return value or "not stated"
+    """A mapping as "key: value; …", in words."""
+    return "; ".join(_fact_list(value)) if isinstance(value, Mapping) else value or "not stated"
+
+
+def _fact_list(facts: Mapping[str, Any]) -> list[str]:
+    out = []
+    for name, value in facts.items():
+        if name == "geometry" and value == "Geometry":  # noise of the same size in every direction, as the covariance says
+            continue
+        if isinstance(value, Mapping):
+            said = f"({', '.join(_fact_list(value))})"
+        elif name in ("clipping", "geometry"):  # named by their classes: PerLayer
+            said = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", number(value)).lower()
+        else:
+            said = number(value)
+        out.append(f"{str(name).replace('_', ' ')}: {said}")
+    return out
 
 
 def _meaning(c: Mapping[str, Any]) -> list[str]:
     if not c["guarantee"]["private"]:
         return ["An attacker may find out with certainty whether any given data was used."]
-    out = [
-        f"An attacker who knows everything but whether one {_line(c['unit'])}'s data was used, and who tests it on the "
-        "released result with the best possible method, is right about a member at most"
-    ]
-    for row in c["guarantee"]["attacker"]:
-        tpr, fpr = math.ceil(1000 * row["tpr"]) / 10, 100 * row["fpr"]
-        out.append(f"- {tpr:.1f} % of the time if it may be wrong about {fpr:g} % of the others")
-    return [out[0], "", *out[1:]]
+    g, unit = c["guarantee"], _line(c["unit"])
+    whole = "" if unit == "record" else f" All records of one {unit} are protected together."
+    attacker = (
+        f"An attacker who knows everything but whether one {unit}'s data was used, and who tests it on the released result "
+        "with the best possible method, is right about a member at most"
+    )
+    rates = [(math.ceil(1000 * row["tpr"]) / 10, 100 * row["fpr"]) for row in g["attacker"]]
+    limits = [f"- {tpr:.1f} % of the time if it may be wrong about {fpr:g} % of the others" for tpr, fpr in rates]
+    return [meaning(g["best_epsilon"], c["delta"], unit, c["neighbouring"]) + whole, "", attacker, "", *limits]
 
 
 def _release(r: Mapping[str, Any]) -> str:
@@ -110,4 +161,5 @@ def _cell(value: Any) -> str:
 
 
 def _line(value: Any) -> str:
-    return " ".join(str(value).split())[:400]
+    """One line of text, and nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else "�" for c in " ".join(str(value).split())[:400])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .epsilon import Method, Neighbouring, epsilon
+from .epsilon import AccountingError, Method, Neighbouring, epsilon
 from .ledger import LedgerError, copy_path, read_ledger
 from .ledger_format import Book
 
@@ -97,3 +97,20 @@ def overlapping(spent: Sequence[Spent]) -> Spent:
     """What whoever is in all of these data sets has spent: a set with one record more or less has another fingerprint, and the
     others in it have paid in both."""
     return Spent(" and ".join(group.fingerprint for group in spent), tuple(book for group in spent for book in group.books))
+
+
+def with_training(training: Book | None, validated: Book, delta: float) -> tuple[float, str | None]:
+    """ε of a record that was trained on and validated on, too: ∞ where nobody knows what training cost, or where it protected
+    another unit, which promises nothing to a single record of it. And why."""
+    if training is None:
+        return math.inf, "the run has no ledger that says what training cost"
+    both = Spent(training.data or UNKNOWN, (training, validated))
+    others = sorted(set(both.units) - {"record"})
+    if others:
+        return math.inf, f"training protected each {others[0]} as a whole, which promises nothing to single records"
+    try:
+        return both.epsilon(delta), None
+    except AccountingError:
+        return both.epsilon(delta, "rdp"), None  # what only RDP can price: repeat-and-select
+    except LedgerError as error:
+        return math.inf, str(error)

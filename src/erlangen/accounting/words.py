@@ -17,3 +17,14 @@ def upper(value: float, digits: int, form: str = "g") -> str:
 def factor(epsilon: float) -> str:
     """e^ε: how many times as likely an event may become; beyond e⁵⁰ as a power of ten."""
     return upper(math.exp(epsilon), 3) if epsilon <= 50 else f"10^{math.ceil(epsilon / math.log(10))}"
+
+
+def meaning(epsilon: float, delta: float, unit: str, neighbouring: str = "add-or-remove-one") -> str:
+    """(ε, δ) as a sentence for somebody who does not know the field."""
+    small = upper(delta, 2, "e")
+    otherwise = f"with another {unit} in its place" if neighbouring == "replace-one" else "without"
+    return (
+        "Whatever somebody may conclude from the trained model, even knowing everything about everyone else, is at most "
+        f"{factor(epsilon)} times as likely with a given {unit} in the training data as {otherwise}, plus {small}; and the "
+        "other way round."
+    )

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from erlangen import accounting as acc
+from erlangen.accounting.certificate_text import in_one_line
 from erlangen.accounting.words import upper
 from erlangen.cli.manners import Misuse
 
@@ -124,11 +125,14 @@ def verify(
     if ledger is not None:
         ledger = acc.ledger_path(ledger)
     found = acc.examine(file, public_key, ledger, single_copy)
-    result = {"file": str(file), "valid": not found.problems, "problems": list(found.problems), "notes": list(found.notes)}
+    lists = {name: list(getattr(found, name)) for name in ("problems", "notes", "remarks")}
     if as_json:
-        print(json.dumps(result))
-    elif not found.problems:
+        print(json.dumps({"file": str(file), "valid": not found.problems, **lists, "certified": found.certified}))
+    elif found.certified is not None:
         print(f"{file}: every recomputed value agrees")
+        print(in_one_line(found.certified))
+        for remark in found.remarks:
+            print(f"note: {remark}")
     for problem in found.problems:
         print(f"erlangen: {file}: {problem}", file=sys.stderr)
     for note in found.notes:
@@ -170,7 +174,7 @@ def inspect(
     """What a run's ledger (or a certificate) says, in words."""
     if run.suffix == ".json" and run.is_file():
         certificate = _certificate(run)
-        problems = acc.verify(run, single_copy=single_copy)
+        problems = acc.verify(run, single_copy=single_copy, page=False)  # it prints the page
         if problems:
             raise acc.LedgerError(f"{run} does not verify: {problems[0]}; see erlangen verify")
         _print(certificate, as_json, _show_certificate)

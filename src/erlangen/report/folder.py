@@ -152,7 +152,7 @@ def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     path = folder / "certificate.json"
     if not path.is_file():
         return None, ()
-    problems = tuple(certificate_check.verify(path))
+    problems = tuple(certificate_check.verify(path, page=False))  # a report is a page of its own
     try:
         return certificate.load(path), problems
     except ValueError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import erlangen
-from erlangen.accounting.words import factor, upper
+from erlangen.accounting.words import meaning, upper
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
@@ -64,12 +64,8 @@ def in_plain_words(summary: dict[str, Any]) -> str:
             why = guarantee["sampler"].get("guarantee", why)
         reason = "no noise was added (σ = 0)" if why == "sound" else why
         return f"No privacy guarantee: ε = ∞, because {reason}."
-    small = upper(delta, 2, "e")
-    return (
-        f"ε = {upper(epsilon, 3)} at δ = {small} for each {whose}. Whatever somebody may conclude from the trained model, even "
-        f"knowing everything about everyone else, is at most {factor(epsilon)} times as likely with a given "
-        f"{whose.split(' ')[0]} in the training data as without, plus {small}; and the other way round."
-    )
+    in_short = f"ε = {upper(epsilon, 3)} at δ = {upper(delta, 2, 'e')} for each {whose}."
+    return f"{in_short} {meaning(epsilon, delta, guarantee['unit'], guarantee['neighbouring'])}"
 
 
 def non_private(config: TrainConfig) -> list[str]:

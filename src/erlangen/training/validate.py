@@ -10,22 +10,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from erlangen.accounting import epsilon, metrics
+from erlangen.accounting.compose import with_training
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.accounting.ledger_format import Book
 from erlangen.data import Dataset, load
 from erlangen.deploy.card import ModelCard, load_model
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import how_to_finish
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 
 def validate(
@@ -68,10 +66,9 @@ def validate(
     with open_ledger(folder / "validation-ledger.jsonl", data, single_copy) as ledger:
         for name, metric in (("accuracy", right), ("confusion-matrix", table)):
             ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
-        pairs, notes = ledger.pairs(), list(ledger.book.notes)
-    training = _training_ledger(folder)
-    both, why = _with_training(training, pairs, delta)
-    spent = both if training is not None and training.data == data.fingerprint() else epsilon(pairs, delta)
+    book, training = ledger.book, _training_ledger(folder)  # closed: what was reserved and not used is given back
+    both, why = with_training(training, book, delta)
+    spent = both if training is not None and training.data == data.fingerprint() else epsilon(book.pairs(), delta)
     return {
         "accuracy": right.value,
         "accuracy_std": right.std,
@@ -83,26 +80,14 @@ def validate(
         "epsilon_if_trained_on": both if math.isfinite(both) else "inf",
         "why_if_trained_on": why,
         "delta": delta,
-        "releases": sum(count for _, count in pairs),
-        "ledger_notes": notes,
+        "releases": book.steps,
+        "ledger_notes": list(book.notes),
     }
 
 
 def _training_ledger(folder: Path) -> Book | None:
     path = folder / "ledger.jsonl"
     return read_ledger(path) if path.exists() or copy_path(path).exists() else None
-
-
-def _with_training(book: Book | None, validated: list[tuple[DpEvent, int]], delta: float) -> tuple[float, str | None]:
-    """ε of a record that was trained on, too: ∞ where nobody knows what that cost, or where training protected another unit, which
-    promises nothing to a single record of it. And why."""
-    if book is None:
-        return math.inf, "the run has no ledger that says what training cost"
-    units = {release.unit for release, count in zip(book.releases, book.counts, strict=True) if count}
-    if units <= {"record"}:
-        return epsilon([*validated, *book.pairs()], delta), None
-    unit = min(units - {"record"})
-    return math.inf, f"training protected each {unit} as a whole, which promises nothing to single records"
 
 
 def _records(folder: Path, source: str | Path, skip_bad: bool) -> Dataset:
