@@ -27,6 +27,7 @@ def validate(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Release accuracy and confusion matrix on a private validation set; each call costs and is written down first."""
+    from erlangen.deploy.card import ModelCard
     from erlangen.training.validate import validate as release
 
     result = release(run, data, noise_multiplier, delta, single_copy, skip_bad, per_record)
@@ -46,8 +47,10 @@ def validate(
             f"           ε = {_words(result['epsilon_if_trained_on'])} for a record that the run was trained on, too{why}"
         )
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
-    for row in result["confusion"]:
-        typer.echo("  " + " ".join(f"{n:5d}" for n in row))
+    labels = ModelCard.read(run).labels
+    width = min(20, max(map(len, labels)))
+    for label, row in zip(labels, result["confusion"], strict=True):
+        typer.echo(f"  {label[:width]:>{width}} " + " ".join(f"{n:5d}" for n in row))
     for note in result["ledger_notes"]:
         typer.echo(f"Ledger     was damaged and repaired: {note}")
 
