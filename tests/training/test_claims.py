@@ -148,3 +148,22 @@ def test_a_delta_that_allows_to_publish_a_record_is_in_the_certificate(tmp_path)
         written = json.loads((folder / "certificate.json").read_text())["not_covered"]
         assert sum("above 1/1438" in line for line in written) == said
         assert sum("above 1/1438" in line for line in remarks) == said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"epsilon": 500.0}, "ε = 500 is a weak guarantee: what comes out may be 10^218 times"),
+        ({"epsilon": None, "noise_multiplier": 0.3, "steps": 20}, "is a weak guarantee"),
+        ({"epsilon": 10.0}, None),
+        ({"epsilon": None, "noise_multiplier": 0.0}, None),  # no guarantee at all: said in other words
+    ],
+    ids=["target", "noise", "as much as may be", "none"],
+)
+def test_a_weak_guarantee_is_said_once_before_it_is_spent(options, said, tmp_path):
+    remarks: list[str] = []
+    train(TrainConfig(**{"model": "logistic", "steps": 2, "batch": 64, "seed": 0, **options}), tmp_path / "run", say=remarks.append)
+    found = [remark for remark in remarks if "weak guarantee" in remark]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    assert not any("\n" in remark for remark in found)

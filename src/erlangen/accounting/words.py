@@ -14,6 +14,19 @@ def upper(value: float, digits: int, form: str = "g") -> str:
     return f"{rounded:.{digits if form == 'g' else digits - 1}{form}}"
 
 
+#: above this ε a guarantee is said to be weak: e^10 is 22,000, and who may hold evidence 22,000 times as likely if somebody took
+#: part as if not is as good as certain
+WEAK = 10.0
+
+
+def is_weak(epsilon: float) -> bool:
+    """A guarantee, but hardly a protection; ε = ∞ is no guarantee and is said in other words."""
+    return WEAK < epsilon < math.inf
+
+
 def factor(epsilon: float) -> str:
     """e^ε: how many times as likely an event may become; beyond e⁵⁰ as a power of ten."""
-    return upper(math.exp(epsilon), 3) if epsilon <= 50 else f"10^{math.ceil(epsilon / math.log(10))}"
+    if epsilon > 50:
+        return f"10^{math.ceil(epsilon / math.log(10))}"
+    rounded = upper(math.exp(epsilon), 3)
+    return f"{float(rounded):,.0f}" if 1000 <= float(rounded) < 1e6 else rounded
