@@ -119,6 +119,14 @@ def test_captions_speak_of_what_is_drawn(trained):
     assert [s.name for s in drawn.series] == ["ε spent"]
 
 
+def test_images_are_called_public_by_their_owner_alone(trained, page):
+    """An image of the test set may be a training image, too: the report cannot know."""
+    caption = charts.predictions(read(trained)).caption
+    assert "as its owner declared it; no other image is in this report" in caption
+    assert "no private image" not in page
+    assert "whoever is in the test set" in page
+
+
 def test_non_private_curves_only_where_they_were_on_and_marked(trained, page):
     assert "NOT PRIVATE" not in "".join(Elements(page).text).split("Erlangen", 1)[1].split("window", 1)[0]
     run = read(trained)

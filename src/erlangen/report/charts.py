@@ -193,8 +193,8 @@ def predictions(run: Run) -> Gallery | None:
     return Gallery(
         "predictions",
         "Predictions on public test images",
-        "One image of each class, then the mistakes of which the network was most sure. These images are public; no private "
-        "image is in this report.",
+        "One image of each class, then the mistakes of which the network was most sure. They are images of the public test set, as "
+        "its owner declared it; no other image is in this report. Whoever is in that set is not protected by ε.",
         f"{len(pictures)} public test images with predictions, {wrong} of them wrong.",
         tuple(pictures),
     )

@@ -23,6 +23,10 @@ CHANNELS_FROM_IMAGES = (
     "whether the network sees colours, which shows in the shape of its first weights: it was read off the private images, where "
     "one record can change it"
 )
+IN_THE_TEST_SET = (
+    "whoever is in the test set, which its owner declared public: some of its images are stored with the run, and accuracy on them "
+    "is shown as it is, without noise"
+)
 
 
 def remark_on_guarantee(session: Session, say: Callable[[str], None]) -> None:
@@ -59,11 +63,16 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
-        "not_covered": [*_allowed_by_delta(session), *_shown_in_shapes(session.dataset), *_taken_as_public(config)],
+        "not_covered": _not_covered(session),
         "audit": _audit_line(audited),
         "config": without_places(config),
     })  # fmt: skip
     certificate.save(document, folder)
+
+
+def _not_covered(session: Session) -> list[str]:
+    shown = _shown_in_shapes(session.dataset)
+    return [*_allowed_by_delta(session), *shown, *_taken_as_public(session.config), *_tested_in_public(session.dataset)]
 
 
 def _allowed_by_delta(session: Session) -> list[str]:
@@ -87,6 +96,11 @@ def _taken_as_public(config: TrainConfig) -> list[str]:
         f"the weights that training began with, {name} (SHA-256 {digest}): they are taken to be public, and what they tell about "
         "anybody is not counted"
     ]
+
+
+def _tested_in_public(dataset: Dataset) -> list[str]:
+    """Whether somebody of the training data is in the test set, too, only its owner can know."""
+    return [] if dataset.x_test is None else [IN_THE_TEST_SET]
 
 
 def _audit_line(path: Path) -> str | None:
