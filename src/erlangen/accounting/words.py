@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 
 def upper(value: float, digits: int, form: str = "g") -> str:
     """The least number of this many digits that is not below ``value``; ∞ where there is none."""
+    return _rounded(value, digits, form, ROUND_CEILING)
+
+
+def lower(value: float, digits: int, form: str = "g") -> str:
+    """The greatest number of this many digits that is not above ``value``: for what was shown *at least*."""
+    return _rounded(value, digits, form, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, form: str, direction: str) -> str:
     if value == math.inf:
         return "∞"
-    rounded = float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value))))
+    rounded = float(Context(prec=digits, rounding=direction).create_decimal(repr(float(value))))
     return f"{rounded:.{digits if form == 'g' else digits - 1}{form}}"
+
+
+def upper_share(value: float) -> str:
+    """A bound on a probability as per cent with one decimal, rounded up."""
+    return f"{100 * Decimal(repr(float(value))).quantize(Decimal('0.001'), ROUND_CEILING):.1f} %"
 
 
 #: above this ε a guarantee is said to be weak: e^10 is 22,000, and who may hold evidence 22,000 times as likely if somebody took

@@ -75,7 +75,7 @@ def _hover(s: Series, x: Axis, y: Axis, k: int) -> str:
     parts = [
         f"<b>{text(s.name)}</b>",
         f"{text(x.label)}: {text(number(s.x[k], x))}",
-        f"{text(y.label)}: {text(number(s.y[k], y))}",
+        f"{text(y.label)}: {text(number(s.y[k], y, s.bound))}",
     ]
     if s.low is not None and s.high is not None:
         parts.append(f"{text(number(s.low[k], y))} to {text(number(s.high[k], y))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from erlangen.accounting.words import factor, is_weak, upper
+from erlangen.accounting.words import factor, is_weak, upper, upper_share
 from erlangen.report.chart import small
 from erlangen.report.folder import Run
 
@@ -65,7 +65,7 @@ def _meaning(run: Run) -> tuple[str, ...]:
     if rows:
         limits = "; ".join(
             f"{'if they may accuse' if k == 0 else 'if'} {100 * r['fpr']:g} % of the others wrongly, at most "
-            f"{math.ceil(1000 * r['tpr']) / 10:.1f} %"
+            f"{upper_share(r['tpr'])}"
             for k, r in enumerate(rows)
         )
         out.append(

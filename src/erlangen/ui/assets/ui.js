@@ -22,7 +22,7 @@
   };
   const eps = (value) => (value === "inf" ? "∞" : value === null ? "checking…" : String(upper(value, 4)));
   const share = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
-  const small = (value) => (value === null ? "–" : value.toExponential(1).replace(".0e", "e"));
+  const small = (value) => (value === null ? "–" : upper(value, 2).toExponential(1).replace(".0e", "e"));
   const state = (word) => make("span", word, { class: `state ${word}` });
   const link = (name) => make("a", name, { href: `#run/${encodeURIComponent(name)}` });
 
