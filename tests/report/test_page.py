@@ -7,6 +7,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 import torch
@@ -153,6 +154,22 @@ def test_the_same_figures_on_paper(hostile, tmp_path, form):
     words = "".join(ET.parse(tmp_path / "run1-confusion.svg").getroot().itertext())
     assert "0</script>" in words
     assert "$x_{" in words
+
+
+@pytest.mark.parametrize("span", [(0.955, 0.982), (0.1, 0.9), (0.9987, 0.9991), (1.0, 1.0)])
+def test_ticks_on_paper_differ_and_end_at_all(trained, tmp_path, span):
+    run = read(trained)
+    scores = [span[0] + (span[1] - span[0]) * k / (len(run.history) - 1) for k in range(len(run.history))]
+    history = tuple({**row, "test_accuracy": score} for row, score in zip(run.history, scores))
+    run = dataclasses.replace(run, history=history)
+    save({"training": charts.training_curves(run), "spending": charts.spending(run)}, tmp_path, "svg")
+    for name in ("training", "spending"):
+        words = [t.strip() for t in ET.parse(tmp_path / f"{name}.svg").getroot().itertext()]
+        ticks = [float(t.removesuffix("%")) for t in words if re.fullmatch(r"[\d.]+%", t)]
+        assert len(ticks) == len(set(ticks)) > 2
+        assert all(tick <= 100 for tick in ticks)
+        steps = {round(b - a, 6) for a, b in pairwise(ticks)}
+        assert len(steps) == 1, "each says where it stands"
 
 
 def test_a_thousand_classes_are_cut_to_the_most_confused(trained):

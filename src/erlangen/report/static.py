@@ -113,17 +113,34 @@ def _series(axes: Any, s: Series, chart: Chart, bars: list[Series]) -> None:
 
 
 def _axis(axis: Any, set_label: Any, set_span: Any, spec: Axis) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     set_label(text(spec.label))
     if spec.percent:
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axis.set_major_formatter(_per_cent())
+        if spec.span is None:  # a curve near 100 % would get room for 106 %
+            low, high = axis.get_view_interval()
+            set_span(max(low, -0.02), min(high, 1.02))
     if spec.categories is not None:
         long = max(map(len, spec.categories)) * len(spec.categories) > 60
         axis.set_ticks(range(len(spec.categories)), [text(short(c, 24)) for c in spec.categories])
         axis.set_tick_params(rotation=60 if long else 0)
     if spec.span is not None:
         set_span(*spec.span)
+
+
+def _per_cent() -> Any:
+    """Ticks with as many decimals as their steps need: 95.5, 96.0, 96.5 and not three times 96. Shares above 100 % have none."""
+    from matplotlib.ticker import PercentFormatter
+
+    class Exact(PercentFormatter):
+        def set_locs(self, locs: Any) -> None:
+            super().set_locs(locs)
+            enough = (d for d in range(5) if all(abs(round(100 * x, d) - 100 * x) < 1e-6 for x in locs))
+            self.decimals = next(enough, 5)
+
+        def __call__(self, x: float, pos: Any = None) -> str:
+            return "" if x > 1 + 1e-9 else super().__call__(x, pos)
+
+    return Exact(1.0, decimals=0)
 
 
 def _heat(canvas: Any, chart: Heat) -> None:
