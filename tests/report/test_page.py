@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from erlangen.extras import require
-from erlangen.report import build, charts, read, render, save
+from erlangen.report import build, charts, read, render, save, static
 from erlangen.report.interactive import figure, text
 from erlangen.report.page import _asset, embedded
 from tests.report.conftest import FOLDER
@@ -154,6 +154,52 @@ def test_the_same_figures_on_paper(hostile, tmp_path, form):
     words = "".join(ET.parse(tmp_path / "run1-confusion.svg").getroot().itertext())
     assert "0</script>" in words
     assert "$x_{" in words
+
+
+CLOTHES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+
+def dressed(trained, names=CLOTHES):
+    """Its predictions with names of classes that are words."""
+    run = read(trained)
+    data = {**run.summary["data"], "class_names": list(names)}
+    return charts.predictions(dataclasses.replace(run, summary={**run.summary, "data": data}))
+
+
+def test_captions_on_paper_tell_both_classes(trained, tmp_path):
+    gallery = dressed(trained)
+    wrong = [p for p in gallery.pictures if p.mark == "bad"]
+    assert wrong
+    save({"predictions": gallery}, tmp_path, "svg")
+    words = [t.strip() for t in ET.parse(tmp_path / "predictions.svg").getroot().itertext()]
+    assert not any("…" in word for word in words)
+    for picture in wrong:
+        said, truth = re.search(r": (.*), predicted (.*) with", picture.alt).group(2, 1)
+        assert picture.label.startswith(f"{said} ")
+        assert picture.second == f"is {truth}"
+        assert {picture.label, picture.second} <= set(words)
+        assert f"{picture.label}, is {truth}" in [row[0] for row in gallery.table()[1]]
+    long = dressed(trained, [f"a name of {k} words and more than a picture is wide {k}" for k in range(10)])
+    for picture in long.pictures:
+        first, *second = static._lines(picture)
+        assert len(first) <= static.CAPTION
+        assert first.startswith("a name of")
+        assert first.endswith("%")
+        assert all(line.startswith("is a") and line[-1] == picture.second[-1] for line in second)
+
+
+def test_captions_on_paper_do_not_run_into_each_other(trained):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for names in (CLOTHES, ["a common murre, or guillemot, of Newfoundland"] * 10):
+        paper = Figure(figsize=static._size(gallery := dressed(trained, names)), layout="constrained")
+        static._gallery(paper, gallery)
+        FigureCanvasAgg(paper).draw()
+        room = paper.bbox.width / 8
+        widths = [axes.title.get_window_extent().width for axes in paper.axes if axes.get_title()]
+        assert len(widths) == len(gallery.pictures)
+        assert max(widths) <= room
 
 
 @pytest.mark.parametrize("span", [(0.955, 0.982), (0.1, 0.9), (0.9987, 0.9991), (1.0, 1.0)])

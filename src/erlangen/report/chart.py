@@ -110,13 +110,14 @@ class Heat(Base):
 
 @dataclass(frozen=True)
 class Picture:
-    """One small image [H, W] or [H, W, 3] in [0, 1] (or, ``signed``, [−1, 1]) with a line of text below."""
+    """One small image [H, W] or [H, W, 3] in [0, 1] (or, ``signed``, [−1, 1]) with a line of text below, or two."""
 
     pixels: np.ndarray
     label: str
     alt: str
     signed: bool = False
     mark: Literal["", "good", "bad"] = ""
+    second: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Gallery(Base):
     columns: int = 0
 
     def table(self) -> tuple[Row, list[Row]]:
-        return ["image", "what it shows"], [[p.label, p.alt] for p in self.pictures]
+        return ["image", "what it shows"], [[", ".join(filter(None, (p.label, p.second))), p.alt] for p in self.pictures]
 
 
 Figure: TypeAlias = Chart | Heat | Gallery

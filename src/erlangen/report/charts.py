@@ -187,10 +187,9 @@ def predictions(run: Run) -> Gallery | None:
         scaled = (image - low) / max(high - low, 1e-12)
         pixels = scaled.transpose(1, 2, 0) if image.shape[0] == 3 else scaled[0]
         name, truth = run.class_name(said), run.class_name(actual)
-        right = said == actual
-        label = f"{name} {sure:.0%}" if right else f"{name} {sure:.0%}, is {truth}"
+        second = "" if said == actual else f"is {truth}"
         alt = f"test image {place}: {truth}, predicted {name} with {sure:.0%} confidence"
-        pictures.append(Picture(pixels, label, alt, mark="good" if right else "bad"))
+        pictures.append(Picture(pixels, f"{name} {sure:.0%}", alt, mark="bad" if second else "good", second=second))
     wrong = sum(p.mark == "bad" for p in pictures)
     return Gallery(
         "predictions",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from erlangen.report.chart import Axis, Chart, Figure, Gallery, Heat, Series, short
+from erlangen.report.chart import Axis, Chart, Figure, Gallery, Heat, Picture, Series, short
 from erlangen.report.pixels import rgba
 
 FORMATS = ("svg", "pdf")
+#: letters that fit below a small image
+CAPTION = 18
 COLOURS = {
     "c0": "#2f5fd0", "c1": "#c2410c", "c2": "#0f766e", "c3": "#7c3aed", "c4": "#b4256b", "c5": "#57730b", "c6": "#6b7280",
     "c7": "#0e7490", "ink": "#1c1b19", "soft": "#d5dbea", "bad": "#b42318", "good": "#0f766e",
@@ -62,7 +65,7 @@ def text(value: object) -> str:
 def _size(chart: Figure) -> tuple[float, float]:
     if isinstance(chart, Gallery):
         columns = chart.columns or 8
-        return 0.95 * min(columns, len(chart.pictures)), 1.15 * math.ceil(len(chart.pictures) / columns)
+        return 0.95 * min(columns, len(chart.pictures)), 1.25 * math.ceil(len(chart.pictures) / columns)
     return (4.4 if chart.square else 6.0), min(9.0, max(2.8, chart.height / 105))
 
 
@@ -175,8 +178,11 @@ def _gallery(canvas: Any, chart: Gallery) -> None:
             picture = chart.pictures[k]
             axes.imshow(rgba(picture.pixels, picture.signed), interpolation="nearest")
             colour = COLOURS[picture.mark] if picture.mark else "#1c1b19"
-            axes.set_title(text(_wrapped(picture.label)), fontsize=5.5, color=colour, wrap=True)
+            axes.set_title("\n".join(_lines(picture)), fontsize=5.5, color=colour)
 
 
-def _wrapped(label: str, width: int = 18) -> str:
-    return label if len(label) <= width else f"{label[: width - 1]}…"
+def _lines(picture: Picture) -> list[str]:
+    """Two lines at most, as wide as a picture; of a word that is wider, its beginning and its end."""
+    label, second = text(picture.label), text(picture.second)
+    lines = [label, second] if second else textwrap.wrap(label, CAPTION)
+    return [short(line, CAPTION) for line in (lines if len(lines) <= 2 else [label])]
