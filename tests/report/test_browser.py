@@ -146,7 +146,15 @@ def test_axis_titles_fit_a_phone(browser, trained, tmp_path, width):
     )
     assert len(edges) > 6
     for words, *room in edges:
-        assert min(room) >= 0, words
+        assert min(room) > -0.5, words  # of a pixel
+    apart = browser.execute_script(
+        "return [...document.querySelectorAll('[data-figure]')]"
+        ".filter(e => e.querySelector('.ytick text') && e.querySelector('.ytitle'))"
+        ".map(e => [e.id, Math.min(...[...e.querySelectorAll('.ytick text')].map(t => t.getBoundingClientRect().left))"
+        " - e.querySelector('.ytitle').getBoundingClientRect().right])"
+    )
+    assert len(apart) > 3
+    assert all(gap >= 0 for _, gap in apart), apart
 
 
 @pytest.mark.parametrize("accuracy", [1.0, 0.9987])

@@ -115,14 +115,14 @@ def _names(names: Sequence[str], title: str) -> dict[str, Any]:
     step = 10 if step == 2 and len(names) > 40 else step
     places = list(range(0, len(names), step))
     return {
-        "title": {"text": text(title)}, "tickvals": places, "ticktext": [text(short(names[k])) for k in places],
+        "title": {"text": text(title), "standoff": 6}, "tickvals": places, "ticktext": [text(short(names[k])) for k in places],
         "automargin": True, "zeroline": False, "ticks": "",
     }  # fmt: skip
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
     out: dict[str, Any] = {
-        "title": {"text": text(axis.label)}, "automargin": True, "gridcolor": "@grid", "zerolinecolor": "@grid",
+        "title": {"text": text(axis.label), "standoff": 6}, "automargin": True, "gridcolor": "@grid", "zerolinecolor": "@grid",
         "linecolor": "@grid", "tickcolor": "@grid", "type": "log" if axis.log else "linear",
     }  # fmt: skip
     if axis.categories is not None:
