@@ -115,7 +115,7 @@ def _names(names: Sequence[str], title: str) -> dict[str, Any]:
     step = 10 if step == 2 and len(names) > 40 else step
     places = list(range(0, len(names), step))
     return {
-        "title": {"text": text(title), "standoff": 6}, "tickvals": places, "ticktext": [text(short(names[k])) for k in places],
+        "title": {"text": text(title)}, "tickvals": places, "ticktext": [text(short(names[k])) for k in places],
         "automargin": True, "zeroline": False, "ticks": "",
     }  # fmt: skip
 
