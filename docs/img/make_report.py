@@ -1,5 +1,6 @@
 """Draws docs/img/report.png: the report of a run on a desk and on a phone at night.
 
+    erlangen train --data digits --epsilon 3 --mechanism rep --model c8-tiny --lr 0.05 --out runs/demo
     python docs/img/make_report.py runs/demo
 
 Needs chromium, chromium-driver (Debian's names) and selenium.
@@ -19,7 +20,7 @@ from selenium.webdriver.chrome.service import Service
 
 from erlangen.report import build, collect, write
 
-GAP, HEIGHT = 24, 1250
+GAP, HEIGHT = 24, 1292
 
 
 def screenshot(page: Path, width: int, dark: bool, section: str | None, out: Path) -> Image.Image:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import erlangen
 from erlangen.accounting.certificate_text import headline
-from erlangen.accounting.words import factor, upper
+from erlangen.accounting.words import factor, is_weak, upper
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,19 @@ def test_no_sentence_rounds_epsilon_to_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "said"), [(3.0, "20.1"), (0.0, "1"), (50.0, "5.19e+21"), (277.0, "10^121"), (25_400.0, "10^11032")]
+    ("epsilon", "said"),
+    [(3.0, "20.1"), (0.0, "1"), (10.0, "22,100"), (50.0, "5.19e+21"), (277.0, "10^121"), (25_400.0, "10^11032")],
 )
 def test_the_factor_is_rounded_up_and_never_too_large_to_say(epsilon, said):
     assert factor(epsilon) == said
-    assert epsilon <= math.log(10) * int(said.removeprefix("10^")) if "^" in said else math.exp(epsilon) <= float(said)
+    if "^" in said:
+        assert epsilon <= math.log(10) * int(said.removeprefix("10^"))
+    else:
+        assert math.exp(epsilon) <= float(said.replace(",", ""))
+
+
+def test_a_guarantee_is_weak_from_one_epsilon_on():
+    assert [is_weak(e) for e in (0.0, 3.0, 10.0, 10.01, 500.0, math.inf)] == [False, False, False, True, True, False]
 
 
 def test_delta_is_added_and_is_no_probability_that_epsilon_fails():

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -283,6 +284,43 @@ def test_a_run_exports_to_onnx(trained, tmp_path):
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     for rows in (1, 7):
         assert session.run(None, {"image": np.zeros((rows, 1, 8, 8), np.float32)})[0].shape == (rows, 10)
+
+
+def foreign(folder, home):
+    """The folders of this machine, as the files of ``folder`` name them."""
+    places = [str(Path(torch.__file__).parents[1]), str(Path(erlangen.__file__).parent), str(home), str(Path.home())]
+    said = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    return {p for p in places if p != "/" for content in said if p.encode() in content}
+
+
+@onnx
+def test_a_model_given_away_does_not_say_where_it_was_made(trained, tmp_path, monkeypatch):
+    """The exporter notes the files and lines of the code behind every node; the broken twin lets that through."""
+    export(trained, "torch", tmp_path / "clean")
+    export(trained, "onnx", tmp_path / "clean" / "m.onnx")
+    assert foreign(tmp_path / "clean", trained.parent) == set()
+    assert b'File "' not in (tmp_path / "clean" / "m.onnx").read_bytes()
+    monkeypatch.setattr(exporting, "_without_remarks", lambda message: None)
+    export(trained, "onnx", tmp_path / "broken" / "m.onnx")
+    assert foreign(tmp_path / "broken", trained.parent) != set()
+
+
+@onnx
+def test_remarks_are_taken_off_at_any_depth():
+    from onnx import AttributeProto, ModelProto
+
+    model = ModelProto(doc_string="here")
+    branch = AttributeProto(name="then_branch", type=AttributeProto.GRAPH)
+    inner = branch.g.node.add(op_type="Relu", doc_string="/home/owner")
+    inner.metadata_props.add(key="trace", value="/home/owner")
+    model.graph.node.add(op_type="If").attribute.append(branch)
+    model.functions.add(name="f").node.add(doc_string="/home/owner")
+    model.graph.initializer.add(doc_string="/home/owner", dims=[2], float_data=[1.0, 2.0])
+    assert model.SerializeToString().count(b"/home/owner") == 4
+    exporting._without_remarks(model)
+    assert b"owner" not in model.SerializeToString()
+    assert model.graph.node[0].attribute[0].g.node[0].op_type == "Relu"
+    assert list(model.graph.initializer[0].float_data) == [1.0, 2.0]
 
 
 class Airy(nn.Module):

@@ -68,6 +68,22 @@ def test_files_folders_and_arrays_get_the_same_answers(trained, digits, tmp_path
     np.testing.assert_allclose(again.rows[-1].probabilities, expected[0], atol=1e-6)
 
 
+def test_sixteen_bits_of_grey_are_answered_as_eight_are(trained, digits, tmp_path):
+    """257 · v of 65535 is the same grey as v of 255."""
+    model, card = load_run(trained)
+    eight = next((digits / "test").rglob("*.png"))
+    pixels = np.asarray(Image.open(eight)).astype(np.uint16)
+    Image.fromarray(pixels * 257).save(tmp_path / "deep.png")
+    assert Image.open(tmp_path / "deep.png").mode.startswith("I")
+    np.save(tmp_path / "deep.npy", pixels * 257)
+    one, deep, array = (predict(model, card, [path]).rows[0] for path in (eight, tmp_path / "deep.png", tmp_path / "deep.npy"))
+    for other in (deep, array):
+        np.testing.assert_allclose(other.probabilities, one.probabilities, atol=1e-6)
+    Image.fromarray(pixels).save(tmp_path / "dark.png")  # the broken twin: the same numbers are nearly black in 16 bits
+    dark = predict(model, card, [tmp_path / "dark.png"]).rows[0]
+    assert np.abs(np.log(dark.probabilities) - np.log(one.probabilities)).max() > 0.01
+
+
 def test_wrong_constants_would_be_noticed(trained, digits):
     """The broken twin: default constants give other probabilities."""
     model, card = load_run(trained)

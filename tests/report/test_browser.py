@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from erlangen.report import build, read, write
+from erlangen.report import build, read, render, write
 from tests.browsers import needs_browser
 from tests.report.conftest import FOLDER, SCRIPT
 
@@ -130,6 +130,31 @@ def test_the_policy_stops_a_script_that_slipped_through(browser, page, tmp_path)
     visit(browser, broken.as_uri())
     assert browser.execute_script("return window.hacked") is None
     assert any("Content Security Policy" in entry["message"] for entry in complaints(browser))
+
+
+@pytest.mark.parametrize("width", [320, 400])
+def test_axis_titles_fit_a_phone(browser, trained, tmp_path, width):
+    """Layers of long names leave little room beside them for a title."""
+    whole = render(build([read(trained)]))
+    page = tmp_path / "report.html"
+    page.write_text(whole.replace('"0.weight (', '"features.of.layer.0.weight ('))
+    visit(browser, page.as_uri(), width)
+    edges = browser.execute_script(
+        "return [...document.querySelectorAll('[data-figure]')].flatMap(e => [...e.querySelectorAll('.xtitle, .ytitle, .y2title')]"
+        ".map(t => [t.textContent, t.getBoundingClientRect(), e.getBoundingClientRect()])"
+        ".map(([words, t, e]) => [words, t.left - e.left, e.right - t.right, t.top - e.top, e.bottom - t.bottom]))"
+    )
+    assert len(edges) > 6
+    for words, *room in edges:
+        assert min(room) > -0.5, words  # of a pixel
+    apart = browser.execute_script(
+        "return [...document.querySelectorAll('[data-figure]')]"
+        ".filter(e => e.querySelector('.ytick text') && e.querySelector('.ytitle') && !e.querySelector('.heatmaplayer image'))"
+        ".map(e => [e.id, Math.min(...[...e.querySelectorAll('.ytick text')].map(t => t.getBoundingClientRect().left))"
+        " - e.querySelector('.ytitle').getBoundingClientRect().right])"
+    )
+    assert len(apart) > 3
+    assert all(gap >= 0 for _, gap in apart), apart
 
 
 @pytest.mark.parametrize("accuracy", [1.0, 0.9987])

@@ -7,12 +7,13 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 import torch
 
 from erlangen.extras import require
-from erlangen.report import build, charts, read, render, save
+from erlangen.report import build, charts, read, render, save, static
 from erlangen.report.interactive import figure, text
 from erlangen.report.page import _asset, embedded
 from tests.report.conftest import FOLDER
@@ -119,6 +120,14 @@ def test_captions_speak_of_what_is_drawn(trained):
     assert [s.name for s in drawn.series] == ["ε spent"]
 
 
+def test_images_are_called_public_by_their_owner_alone(trained, page):
+    """An image of the test set may be a training image, too: the report cannot know."""
+    caption = charts.predictions(read(trained)).caption
+    assert "as its owner declared it; no other image is in this report" in caption
+    assert "no private image" not in page
+    assert "whoever is in the test set" in page
+
+
 def test_non_private_curves_only_where_they_were_on_and_marked(trained, page):
     assert "NOT PRIVATE" not in "".join(Elements(page).text).split("Erlangen", 1)[1].split("window", 1)[0]
     run = read(trained)
@@ -145,6 +154,68 @@ def test_the_same_figures_on_paper(hostile, tmp_path, form):
     words = "".join(ET.parse(tmp_path / "run1-confusion.svg").getroot().itertext())
     assert "0</script>" in words
     assert "$x_{" in words
+
+
+CLOTHES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+
+def dressed(trained, names=CLOTHES):
+    """Its predictions with names of classes that are words."""
+    run = read(trained)
+    data = {**run.summary["data"], "class_names": list(names)}
+    return charts.predictions(dataclasses.replace(run, summary={**run.summary, "data": data}))
+
+
+def test_captions_on_paper_tell_both_classes(trained, tmp_path):
+    gallery = dressed(trained)
+    wrong = [p for p in gallery.pictures if p.mark == "bad"]
+    assert wrong
+    save({"predictions": gallery}, tmp_path, "svg")
+    words = [t.strip() for t in ET.parse(tmp_path / "predictions.svg").getroot().itertext()]
+    assert not any("…" in word for word in words)
+    for picture in wrong:
+        said, truth = re.search(r": (.*), predicted (.*) with", picture.alt).group(2, 1)
+        assert picture.label.startswith(f"{said} ")
+        assert picture.second == f"is {truth}"
+        assert {picture.label, picture.second} <= set(words)
+        assert f"{picture.label}, is {truth}" in [row[0] for row in gallery.table()[1]]
+    long = dressed(trained, [f"a name of {k} words and more than a picture is wide {k}" for k in range(10)])
+    for picture in long.pictures:
+        first, *second = static._lines(picture)
+        assert len(first) <= static.CAPTION
+        assert first.startswith("a name of")
+        assert first.endswith("%")
+        assert all(line.startswith("is a") and line[-1] == picture.second[-1] for line in second)
+
+
+def test_captions_on_paper_do_not_run_into_each_other(trained):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for names in (CLOTHES, ["a common murre, or guillemot, of Newfoundland"] * 10):
+        paper = Figure(figsize=static._size(gallery := dressed(trained, names)), layout="constrained")
+        static._gallery(paper, gallery)
+        FigureCanvasAgg(paper).draw()
+        room = paper.bbox.width / 8
+        widths = [axes.title.get_window_extent().width for axes in paper.axes if axes.get_title()]
+        assert len(widths) == len(gallery.pictures)
+        assert max(widths) <= room
+
+
+@pytest.mark.parametrize("span", [(0.955, 0.982), (0.1, 0.9), (0.9987, 0.9991), (1.0, 1.0)])
+def test_ticks_on_paper_differ_and_end_at_all(trained, tmp_path, span):
+    run = read(trained)
+    scores = [span[0] + (span[1] - span[0]) * k / (len(run.history) - 1) for k in range(len(run.history))]
+    history = tuple({**row, "test_accuracy": score} for row, score in zip(run.history, scores))
+    run = dataclasses.replace(run, history=history)
+    save({"training": charts.training_curves(run), "spending": charts.spending(run)}, tmp_path, "svg")
+    for name in ("training", "spending"):
+        words = [t.strip() for t in ET.parse(tmp_path / f"{name}.svg").getroot().itertext()]
+        ticks = [float(t.removesuffix("%")) for t in words if re.fullmatch(r"[\d.]+%", t)]
+        assert len(ticks) == len(set(ticks)) > 2
+        assert all(tick <= 100 for tick in ticks)
+        steps = {round(b - a, 6) for a, b in pairwise(ticks)}
+        assert len(steps) == 1, "each says where it stands"
 
 
 def test_a_thousand_classes_are_cut_to_the_most_confused(trained):

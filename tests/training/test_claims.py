@@ -90,6 +90,19 @@ def test_private_images_do_not_pass_for_public_ones(shared):
         assert any(f"{shared} of the 20" in note for note in from_arrays("own", own).notes) is (shared > 0)
 
 
+def test_whoever_is_in_the_test_set_is_not_promised_anything(tmp_path):
+    """A person may be among the training records and in the public test set: then nothing hides them, whatever ε is."""
+    alone = certified(from_arrays("own", arrays()), tmp_path / "alone")
+    assert not any("test set" in line for line in alone["not_covered"])
+    public = {"x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.array([0, 1])}
+    tested = certified(from_arrays("own", arrays(**public)), tmp_path / "tested")
+    (line,) = [line for line in tested["not_covered"] if "test set" in line]
+    assert "stored with the run" in line
+    assert "without noise" in line
+    assert (tmp_path / "tested" / "run" / "public.safetensors").is_file()
+    assert line in (tmp_path / "tested" / "run" / "certificate.md").read_text()
+
+
 def test_records_that_are_protected_as_groups_are_not_promised_to_be_protected_one_by_one(tmp_path):
     """Records of a group are averaged, and the average is clipped: adding one record turned it around and moved the sum by two
     bounds, where the certificate had said one bound for each record."""
@@ -148,3 +161,22 @@ def test_a_delta_that_allows_to_publish_a_record_is_in_the_certificate(tmp_path)
         written = json.loads((folder / "certificate.json").read_text())["not_covered"]
         assert sum("above 1/1438" in line for line in written) == said
         assert sum("above 1/1438" in line for line in remarks) == said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"epsilon": 500.0}, "ε = 500 is a weak guarantee: what comes out may be 10^218 times"),
+        ({"epsilon": None, "noise_multiplier": 0.3, "steps": 20}, "is a weak guarantee"),
+        ({"epsilon": 10.0}, None),
+        ({"epsilon": None, "noise_multiplier": 0.0}, None),  # no guarantee at all: said in other words
+    ],
+    ids=["target", "noise", "as much as may be", "none"],
+)
+def test_a_weak_guarantee_is_said_once_before_it_is_spent(options, said, tmp_path):
+    remarks: list[str] = []
+    train(TrainConfig(**{"model": "logistic", "steps": 2, "batch": 64, "seed": 0, **options}), tmp_path / "run", say=remarks.append)
+    found = [remark for remark in remarks if "weak guarantee" in remark]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    assert not any("\n" in remark for remark in found)

@@ -45,6 +45,11 @@ def test_runs_are_listed_compared_and_shown(browser, client):
     until(browser, "document.querySelectorAll('[data-run]').length === 4")
     until(browser, "!document.querySelector('#runs-table').textContent.includes('checking')")
     assert SCRIPT in browser.execute_script("return document.querySelector('#runs-table').textContent")
+    told = {r["name"]: r for r in client.json("api/runs")["runs"]}["first"]
+    cells = "[...[...document.querySelectorAll('#runs-table tbody tr')].find(r => r.textContent.startsWith('first')).cells]"
+    said = browser.execute_script(f"return {cells}.slice(3, 5).map(c => c.textContent)")
+    for value, text in zip((told["epsilon"], told["delta"]), said):
+        assert value <= float(text) < 1.1 * value, "rounded up"
     for box in browser.find_elements("css selector", "[data-run]"):
         if box.get_attribute("data-run") in ("first", f"nested/{SCRIPT}"):
             box.click()

@@ -22,6 +22,12 @@ def test_cost_is_the_accountant_s(client):
     assert all(fpr <= tpr <= min(1, math.exp(found["epsilon"]) * fpr + 1e-5) + 1e-9 for fpr, tpr in rates)
 
 
+@pytest.mark.parametrize(("change", "tone"), [({}, "good"), ({"sigma": "0.3"}, "careful"),
+                                              ({"sigma": "1", "steps": "10000000", "rate": "1"}, "bad")])  # fmt: skip
+def test_a_weak_guarantee_is_not_shown_as_a_good_one(client, change, tone):
+    assert client.json("api/cost", {**PLAN, **change}.items())["tone"] == tone
+
+
 def test_noise_reaches_its_target_and_hardly_more(client):
     found = client.json("api/noise", {**PLAN, "target": "1.5"}.items())
     assert found["epsilon"] <= 1.5

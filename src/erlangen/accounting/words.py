@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 
 def upper(value: float, digits: int, form: str = "g") -> str:
     """The least number of this many digits that is not below ``value``; ∞ where there is none."""
+    return _rounded(value, digits, form, ROUND_CEILING)
+
+
+def lower(value: float, digits: int, form: str = "g") -> str:
+    """The greatest number of this many digits that is not above ``value``: for what was shown *at least*."""
+    return _rounded(value, digits, form, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, form: str, direction: str) -> str:
     if value == math.inf:
         return "∞"
-    rounded = float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value))))
+    rounded = float(Context(prec=digits, rounding=direction).create_decimal(repr(float(value))))
     return f"{rounded:.{digits if form == 'g' else digits - 1}{form}}"
+
+
+def upper_share(value: float) -> str:
+    """A bound on a probability as per cent with one decimal, rounded up."""
+    return f"{100 * Decimal(repr(float(value))).quantize(Decimal('0.001'), ROUND_CEILING):.1f} %"
+
+
+#: above this ε a guarantee is said to be weak: e^10 is 22,000, and who may hold evidence 22,000 times as likely if somebody took
+#: part as if not is as good as certain
+WEAK = 10.0
+
+
+def is_weak(epsilon: float) -> bool:
+    """A guarantee, but hardly a protection; ε = ∞ is no guarantee and is said in other words."""
+    return WEAK < epsilon < math.inf
 
 
 def factor(epsilon: float) -> str:
     """e^ε: how many times as likely an event may become; beyond e⁵⁰ as a power of ten."""
-    return upper(math.exp(epsilon), 3) if epsilon <= 50 else f"10^{math.ceil(epsilon / math.log(10))}"
+    if epsilon > 50:
+        return f"10^{math.ceil(epsilon / math.log(10))}"
+    rounded = upper(math.exp(epsilon), 3)
+    return f"{float(rounded):,.0f}" if 1000 <= float(rounded) < 1e6 else rounded
 
 
 def meaning(epsilon: float, delta: float, unit: str, neighbouring: str = "add-or-remove-one") -> str:

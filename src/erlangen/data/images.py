@@ -114,7 +114,7 @@ def _deep(image: PILImage, prep: Preprocessing) -> np.ndarray:
         raise BadImage(f"holds values from {values.min():g} to {values.max():g}, not 16-bit pixels")
     fitted = _fit(Image.fromarray(values), prep)
     grey = np.clip(np.asarray(fitted, dtype=np.float32) / np.float32(prep.white or 65535.0), 0.0, 1.0)
-    return np.ascontiguousarray(np.broadcast_to(grey, prep.shape))
+    return np.broadcast_to(grey, prep.shape).copy()  # the view is read-only, and pixels are scaled where they lie
 
 
 def _shallow(image: PILImage, prep: Preprocessing) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,7 @@ def _onnx(
             ) from error
     assert program is not None
     proto = program.model_proto
+    _without_remarks(proto)
     for key, value in facts.items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -147,6 +148,16 @@ def _onnx(
         answer = lambda x: torch.from_numpy(session.run(["logits"], {"image": x.numpy()})[0])  # noqa: E731
         difference = _compared(reference, card, answer)
     return Exported("onnx", (path,), difference, f"onnxruntime {onnxruntime.__version__}")
+
+
+def _without_remarks(message: Any) -> None:
+    """Takes off what the exporter noted about where each part came from, at any depth: it names folders of this machine."""
+    for field, value in message.ListFields():
+        if field.name in ("doc_string", "metadata_props"):
+            message.ClearField(field.name)
+        elif field.message_type is not None:
+            for part in value if isinstance(value, Iterable) else [value]:
+                _without_remarks(part)
 
 
 def _first_cause(error: BaseException) -> str:

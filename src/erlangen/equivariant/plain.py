@@ -88,10 +88,10 @@ class FieldNorms(nn.Module):
 
     def __init__(self, members: Tensor, eps: float) -> None:
         super().__init__()
-        self.sum, self.eps = pointwise_conv(members), eps
+        self.sum, self.eps = pointwise_conv(members), above_zero(eps, members)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.sum(x.square()) + above_zero(self.eps, x)).sqrt()
+        return (self.sum(x.square()) + self.eps).sqrt()
 
 
 class NormGate(nn.Module):

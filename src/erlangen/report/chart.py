@@ -12,9 +12,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from erlangen.accounting.words import upper
+from erlangen.accounting.words import lower, upper, upper_share
 
 Row: TypeAlias = list[str]
+#: values that are bounds (an ε, the hits of any attack) are written rounded away from what would promise too much
+Bound: TypeAlias = Literal["", "upper", "lower"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class Axis:
     log: bool = False
     percent: bool = False
     categories: tuple[str, ...] | None = None
+    bound: Bound = ""
 
 
 @dataclass(frozen=True)
 class Series:
     """One line (or steps), set of points, or bars. ``low``/``high`` are the ends of error bars.
 
-    Points are ``joined`` by a line where their order means something; ``width`` is that of bars on a number line.
+    Points are ``joined`` by a line where their order means something; ``width`` is that of bars on a number line. Its values are
+    bounds of the kind ``bound`` where that of the axis does not fit.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Series:
     joined: bool = False
     width: float | None = None
     notes: tuple[str, ...] | None = None
+    bound: Bound = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Chart(Base):
             axis = self.right if s.right and self.right is not None else self.y
             for k, (x, y) in enumerate(zip(s.x, s.y, strict=True)):
                 ends = [number(e[k], axis) if e is not None else "" for e in (s.low, s.high)]
-                rows.append([s.name, number(x, self.x), number(y, axis), *ends])
+                rows.append([s.name, number(x, self.x), number(y, axis, s.bound), *ends])
         return header, rows
 
 
@@ -105,13 +110,14 @@ class Heat(Base):
 
 @dataclass(frozen=True)
 class Picture:
-    """One small image [H, W] or [H, W, 3] in [0, 1] (or, ``signed``, [−1, 1]) with a line of text below."""
+    """One small image [H, W] or [H, W, 3] in [0, 1] (or, ``signed``, [−1, 1]) with a line of text below, or two."""
 
     pixels: np.ndarray
     label: str
     alt: str
     signed: bool = False
     mark: Literal["", "good", "bad"] = ""
+    second: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,16 +128,21 @@ class Gallery(Base):
     columns: int = 0
 
     def table(self) -> tuple[Row, list[Row]]:
-        return ["image", "what it shows"], [[p.label, p.alt] for p in self.pictures]
+        return ["image", "what it shows"], [[", ".join(filter(None, (p.label, p.second))), p.alt] for p in self.pictures]
 
 
 Figure: TypeAlias = Chart | Heat | Gallery
 
 
-def number(value: float, axis: Axis) -> str:
+def number(value: float, axis: Axis, bound: Bound = "") -> str:
+    bound = bound or axis.bound
     if axis.categories is not None and float(value).is_integer() and 0 <= value < len(axis.categories):
         return axis.categories[int(value)]
-    return f"{100 * value:.1f} %" if axis.percent else plain(value)
+    if axis.percent:
+        return upper_share(value) if bound == "upper" else f"{100 * value:.1f} %"
+    if not bound or not math.isfinite(value):
+        return plain(value)
+    return upper(value, 4) if bound == "upper" else lower(value, 4)
 
 
 def plain(value: float) -> str:
@@ -145,7 +156,7 @@ def plain(value: float) -> str:
 def small(value: float) -> str:
     """A small number such as δ, rounded up: 10⁻⁵, 7.0·10⁻⁶."""
     if not 0 < value < 0.01:
-        return plain(value)
+        return upper(value, 4) if 0 < value < math.inf else plain(value)
     mantissa, exponent = upper(value, 2, "e").split("e")
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return power if mantissa == "1.0" else f"{mantissa}·{power}"

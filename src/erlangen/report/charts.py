@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 from torch import nn
@@ -10,11 +11,11 @@ from torch import nn
 from erlangen.accounting import events
 from erlangen.accounting.attacker import tradeoff
 from erlangen.accounting.epsilon import AccountingError
-from erlangen.accounting.words import upper
+from erlangen.accounting.words import lower, upper, upper_share
 from erlangen.lipschitz.bounds import lipschitz_constant
 from erlangen.lipschitz.radius import certified_radius, is_certifiable
 from erlangen.report import measures
-from erlangen.report.chart import Axis, Chart, Gallery, Heat, Picture, Series, floats, plain, small
+from erlangen.report.chart import Axis, Bound, Chart, Gallery, Heat, Picture, Series, floats, small
 from erlangen.report.folder import Run, finite_or_inf
 
 #: classes in a confusion matrix that can be read, and that a page can hold
@@ -43,7 +44,7 @@ def training_curves(run: Run) -> Chart | None:
         ([f"accuracy {scored[-1]['test_accuracy']:.1%}"] if scored else [])
         + ([f"ε = {upper(spent[-1]['epsilon'], 3)}"] if spent else ["no finite ε"])
     )
-    used_axis = Axis("ε spent", span=None)
+    used_axis = Axis("ε spent", bound="upper")
     what = "The privacy spent so far; without a public test set there is no accuracy to show."
     if scored:
         also = ", and the privacy spent so far (dashed, right axis)" if spent else ""
@@ -75,7 +76,7 @@ def spending(run: Run) -> Chart | None:
         "The same run, read as what it paid for what it got: each point is the model after more steps. A run planned for a "
         "smaller ε from the start would use more noise and other settings; give several runs to see that trade-off.",
         f"Accuracy rises from {y[0]:.1%} at ε = {upper(x[0], 3)} to {y[-1]:.1%} at ε = {upper(x[-1], 3)}.",
-        Axis(f"ε spent (δ = {small(run.delta)})"),
+        Axis(f"ε spent (δ = {small(run.delta)})", bound="upper"),
         ACCURACY,
         (Series(run.name, x, y, colour="c0"),),
     )
@@ -99,9 +100,10 @@ def attacker(run: Run) -> Chart | None:
         f"Somebody tests whether one {unit}'s data was used, knowing everything else. However clever the test, its hits "
         "(members recognised) stay below the line, at each rate of false alarms (others wrongly taken for members). On the dashed "
         "line it is guessing.",
-        f"At 1 % false alarms no attack finds more than {at[0.01]:.1%} of the members; at 10 %, no more than {at[0.1]:.1%}.",
+        f"At 1 % false alarms no attack finds more than {upper_share(at[0.01])} of the members; at 10 %, no more than "
+        f"{upper_share(at[0.1])}.",
         Axis("false alarms", (0.0, 1.0), percent=True),
-        Axis("hits", (0.0, 1.0), percent=True),
+        Axis("hits", (0.0, 1.0), percent=True, bound="upper"),
         (
             Series("the best possible attack", floats(fpr), floats(tpr), colour="c4"),
             Series("guessing", (0.0, 1.0), (0.0, 1.0), colour="c6", dash=True),
@@ -185,16 +187,15 @@ def predictions(run: Run) -> Gallery | None:
         scaled = (image - low) / max(high - low, 1e-12)
         pixels = scaled.transpose(1, 2, 0) if image.shape[0] == 3 else scaled[0]
         name, truth = run.class_name(said), run.class_name(actual)
-        right = said == actual
-        label = f"{name} {sure:.0%}" if right else f"{name} {sure:.0%}, is {truth}"
+        second = "" if said == actual else f"is {truth}"
         alt = f"test image {place}: {truth}, predicted {name} with {sure:.0%} confidence"
-        pictures.append(Picture(pixels, label, alt, mark="good" if right else "bad"))
+        pictures.append(Picture(pixels, f"{name} {sure:.0%}", alt, mark="bad" if second else "good", second=second))
     wrong = sum(p.mark == "bad" for p in pictures)
     return Gallery(
         "predictions",
         "Predictions on public test images",
-        "One image of each class, then the mistakes of which the network was most sure. These images are public; no private "
-        "image is in this report.",
+        "One image of each class, then the mistakes of which the network was most sure. They are images of the public test set, as "
+        "its owner declared it; no other image is in this report. Whoever is in that set is not protected by ε.",
         f"{len(pictures)} public test images with predictions, {wrong} of them wrong.",
         tuple(pictures),
     )
@@ -215,10 +216,10 @@ def radius(run: Run, model: nn.Module) -> Chart | None:
         "radius",
         "Certified robustness",
         "The share of public test images that are classified correctly and provably stay so under every change of at most "
-        f"this L2 norm (in the network's input scale). The network's Lipschitz constant is {lipschitz_constant(model):.3g}; "
-        "no attack was run, none can do better.",
-        f"Half of the correctly classified images are certified up to radius {middle:.3g}.",
-        Axis("L2 norm of the change", (0.0, float(grid[-1]))),
+        f"this L2 norm (in the network's input scale). The network's Lipschitz constant is at most "
+        f"{upper(lipschitz_constant(model), 3)}; no attack was run, none can do better.",
+        f"Half of the correctly classified images are certified up to radius {lower(middle, 3)}.",
+        Axis("L2 norm of the change", (0.0, float(grid[-1])), bound="lower"),
         Axis("certified accuracy", (0.0, 1.0), percent=True),
         (Series("certified accuracy", floats(grid), floats(share), colour="c2"),),
     )
@@ -231,23 +232,24 @@ def audit(run: Run) -> Chart | None:
         return None
     names = tuple(str(f["audit"]) for f in findings)
     series = []
-    for label, keys, colour, kind in (
-        ("shown by the attack: ε ≥", ("lower_bound", "gdp_lower_bound"), "c1", "bars"),
-        ("the most this audit could show", ("ceiling", "gdp_ceiling"), "c6", "points"),
-        ("claimed ε", ("claim",), "c0", "points"),
-    ):
+    parts: tuple[tuple[str, tuple[str, ...], str, Literal["bars", "points"], Bound], ...] = (
+        ("shown by the attack: ε ≥", ("lower_bound", "gdp_lower_bound"), "c1", "bars", "lower"),
+        ("the most this audit could show", ("ceiling", "gdp_ceiling"), "c6", "points", "upper"),
+        ("claimed ε", ("claim",), "c0", "points", "upper"),
+    )
+    for label, keys, colour, kind, bound in parts:
         values = [
             max((finite_or_inf(f.get(k)) for k in keys if isinstance(f.get(k), (int, float))), default=0.0)
             for f in findings
         ]
-        series.append(Series(label, floats(range(len(names))), floats(values), kind, colour=colour))  # type: ignore[arg-type]
+        series.append(Series(label, floats(range(len(names))), floats(values), kind, colour=colour, bound=bound))
     verdict = str((run.audit or {}).get("verdict"))
     return Chart(
         "audit",
         "Audit",
         "The run's configuration was replayed with canaries and attacked. An attack above the claim would refute it. A passing "
         "audit is never proof: it can show at most the grey mark (above the chart where it is missing; see the data).",
-        f"Verdict: {verdict}. " + "; ".join(f"{n}: at least {plain(s)} shown" for n, s in zip(names, series[0].y)),
+        f"Verdict: {verdict}. " + "; ".join(f"{n}: at least {lower(s, 4)} shown" for n, s in zip(names, series[0].y)),
         Axis("audit", categories=names),
         Axis("ε", (0.0, 1.6 * max(*series[0].y, *series[2].y, 1e-9))),
         tuple(series),

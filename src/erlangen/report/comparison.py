@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from erlangen.accounting.words import upper
 from erlangen.report.chart import Axis, Chart, Series, floats
 from erlangen.report.overview import epsilon_axis
 
@@ -22,7 +23,7 @@ def chart(result: dict[str, Any]) -> Chart:
         "comparison",
         f"Mechanisms on {result['data']['name']}",
         f"Mean over {result['seeds']} seeds, ± one standard deviation. {result['covers']}",
-        f"Best: {best['mechanism']} with {best['mean']:.1%} at ε = {best['target_epsilon']:g}.",
+        f"Best: {best['mechanism']} with {best['mean']:.1%} at ε = {upper(best['target_epsilon'], 4)}.",
         epsilon_axis(min(result["epsilons"]), max(result["epsilons"])),
         Axis("accuracy on the public test set", percent=True),
         tuple(series),

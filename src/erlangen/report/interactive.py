@@ -75,7 +75,7 @@ def _hover(s: Series, x: Axis, y: Axis, k: int) -> str:
     parts = [
         f"<b>{text(s.name)}</b>",
         f"{text(x.label)}: {text(number(s.x[k], x))}",
-        f"{text(y.label)}: {text(number(s.y[k], y))}",
+        f"{text(y.label)}: {text(number(s.y[k], y, s.bound))}",
     ]
     if s.low is not None and s.high is not None:
         parts.append(f"{text(number(s.low[k], y))} to {text(number(s.high[k], y))}")
@@ -122,7 +122,7 @@ def _names(names: Sequence[str], title: str) -> dict[str, Any]:
 
 def _axis(axis: Axis) -> dict[str, Any]:
     out: dict[str, Any] = {
-        "title": {"text": text(axis.label)}, "automargin": True, "gridcolor": "@grid", "zerolinecolor": "@grid",
+        "title": {"text": text(axis.label), "standoff": 6}, "automargin": True, "gridcolor": "@grid", "zerolinecolor": "@grid",
         "linecolor": "@grid", "tickcolor": "@grid", "type": "log" if axis.log else "linear",
     }  # fmt: skip
     if axis.categories is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from erlangen.accounting.words import upper
-from erlangen.report.chart import Axis, Chart, Series, floats, plain, small
+from erlangen.report.chart import Axis, Chart, Series, floats, small
 from erlangen.report.folder import Run
 from erlangen.report.measures import pareto
 
@@ -105,7 +105,7 @@ def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
 def epsilon_axis(low: float, high: float) -> Axis:
     """Logarithmic over more than a factor 20; not closer than 10 % to points that all have the same ε."""
     span = (0.9 * low, 1.1 * high) if high < 1.1 * low else None
-    return Axis("ε (smaller is more private)", span=span, log=high > 20 * low)
+    return Axis("ε (smaller is more private)", span=span, log=high > 20 * low, bound="upper")
 
 
 def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
@@ -115,7 +115,7 @@ def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
     for place, run in enumerate(runs):
         state = "does not verify" if run.problems else "recomputed" if run.certificate is not None else "none"
         accuracy = "–" if run.accuracy is None else f"{run.accuracy:.1%}"
-        rows.append([run.name, names[place], plain(run.epsilon), small(run.delta), accuracy, state])
+        rows.append([run.name, names[place], upper(run.epsilon, 4), small(run.delta), accuracy, state])
     return header, rows
 
 

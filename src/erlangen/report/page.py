@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import erlangen
+from erlangen.accounting.words import lower, upper
 from erlangen.report import charts, interactive, kernels, noise, overview, pixels
 from erlangen.report.chart import Figure, Gallery, small
 from erlangen.report.folder import Run
@@ -163,8 +164,8 @@ def _findings(run: Run) -> tuple[tuple[str, ...], ...]:
     rows = []
     for f in (run.audit or {}).get("findings", []):
         bound = [b for b in (f.get("lower_bound"), f.get("gdp_lower_bound")) if isinstance(b, (int, float))]
-        shown = f"ε ≥ {max(bound):.3g}" if bound else "–"
-        claim = f"{f['claim']:.3g}" if isinstance(f.get("claim"), (int, float)) else "–"
+        shown = f"ε ≥ {lower(max(bound), 3)}" if bound else "–"
+        claim = upper(f["claim"], 3) if isinstance(f.get("claim"), (int, float)) else "–"
         rows.append((str(f.get("audit")), str(f.get("verdict")), shown, claim, str(f.get("reason", ""))))
     return tuple(rows)
 
@@ -185,6 +186,7 @@ def render(report: Report) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["small"] = small
+    environment.filters["upper"] = lambda value: upper(value, 3)
     environment.filters["data_uri"] = lambda p: pixels.data_uri(p.pixels, p.signed)
     charts_only = {key: f for key, f in report.figures().items() if not isinstance(f, Gallery)}
     plotly, script = get_plotlyjs().replace("</script", "<\\/script"), _asset("figures.js") + _asset("page.js")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from erlangen.accounting.words import factor, upper
+from erlangen.accounting.words import factor, is_weak, upper, upper_share
 from erlangen.report.chart import small
 from erlangen.report.folder import Run
 
@@ -26,11 +26,16 @@ def statement(run: Run) -> Statement:
     """What is guaranteed to whom, what that means, what was checked, what is not covered."""
     warnings = _warnings(run)
     finite = math.isfinite(run.epsilon)
-    tone = "bad" if not finite else "careful" if warnings else "good"
+    tone = "careful" if warnings and finite else tone_of(run.epsilon)
     not_covered = tuple(str(x) for x in (run.certificate or {}).get("not_covered", []))
     return Statement(
         tone, _headline(run), _meaning(run) if finite else _no_guarantee(run), warnings, _facts(run), not_covered
     )
+
+
+def tone_of(epsilon: float) -> str:
+    """As far as ε alone decides it."""
+    return "bad" if not math.isfinite(epsilon) else "careful" if is_weak(epsilon) else "good"
 
 
 def _unit(run: Run) -> str:
@@ -42,7 +47,10 @@ def _headline(run: Run) -> str:
         return "The certificate of this run does not hold."
     if not math.isfinite(run.epsilon):
         return "This model has no privacy guarantee."
-    return f"Each {_unit(run)} is protected: ε = {upper(run.epsilon, 3)} at δ = {small(run.delta)}."
+    amount = f"ε = {upper(run.epsilon, 3)} at δ = {small(run.delta)}"
+    if is_weak(run.epsilon):
+        return f"A weak guarantee for each {_unit(run)}: {amount}, and eᵋ is {factor(run.epsilon)}."
+    return f"Each {_unit(run)} is protected: {amount}."
 
 
 def _meaning(run: Run) -> tuple[str, ...]:
@@ -57,7 +65,7 @@ def _meaning(run: Run) -> tuple[str, ...]:
     if rows:
         limits = "; ".join(
             f"{'if they may accuse' if k == 0 else 'if'} {100 * r['fpr']:g} % of the others wrongly, at most "
-            f"{math.ceil(1000 * r['tpr']) / 10:.1f} %"
+            f"{upper_share(r['tpr'])}"
             for k, r in enumerate(rows)
         )
         out.append(

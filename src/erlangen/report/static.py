@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from erlangen.report.chart import Axis, Chart, Figure, Gallery, Heat, Series, short
+from erlangen.report.chart import Axis, Chart, Figure, Gallery, Heat, Picture, Series, short
 from erlangen.report.pixels import rgba
 
 FORMATS = ("svg", "pdf")
+#: letters that fit below a small image
+CAPTION = 18
 COLOURS = {
     "c0": "#2f5fd0", "c1": "#c2410c", "c2": "#0f766e", "c3": "#7c3aed", "c4": "#b4256b", "c5": "#57730b", "c6": "#6b7280",
     "c7": "#0e7490", "ink": "#1c1b19", "soft": "#d5dbea", "bad": "#b42318", "good": "#0f766e",
@@ -62,7 +65,7 @@ def text(value: object) -> str:
 def _size(chart: Figure) -> tuple[float, float]:
     if isinstance(chart, Gallery):
         columns = chart.columns or 8
-        return 0.95 * min(columns, len(chart.pictures)), 1.15 * math.ceil(len(chart.pictures) / columns)
+        return 0.95 * min(columns, len(chart.pictures)), 1.25 * math.ceil(len(chart.pictures) / columns)
     return (4.4 if chart.square else 6.0), min(9.0, max(2.8, chart.height / 105))
 
 
@@ -113,17 +116,34 @@ def _series(axes: Any, s: Series, chart: Chart, bars: list[Series]) -> None:
 
 
 def _axis(axis: Any, set_label: Any, set_span: Any, spec: Axis) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     set_label(text(spec.label))
     if spec.percent:
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axis.set_major_formatter(_per_cent())
+        if spec.span is None:  # a curve near 100 % would get room for 106 %
+            low, high = axis.get_view_interval()
+            set_span(max(low, -0.02), min(high, 1.02))
     if spec.categories is not None:
         long = max(map(len, spec.categories)) * len(spec.categories) > 60
         axis.set_ticks(range(len(spec.categories)), [text(short(c, 24)) for c in spec.categories])
         axis.set_tick_params(rotation=60 if long else 0)
     if spec.span is not None:
         set_span(*spec.span)
+
+
+def _per_cent() -> Any:
+    """Ticks with as many decimals as their steps need: 95.5, 96.0, 96.5 and not three times 96. Shares above 100 % have none."""
+    from matplotlib.ticker import PercentFormatter
+
+    class Exact(PercentFormatter):
+        def set_locs(self, locs: Any) -> None:
+            super().set_locs(locs)
+            enough = (d for d in range(5) if all(abs(round(100 * x, d) - 100 * x) < 1e-6 for x in locs))
+            self.decimals = next(enough, 5)
+
+        def __call__(self, x: float, pos: Any = None) -> str:
+            return "" if x > 1 + 1e-9 else super().__call__(x, pos)
+
+    return Exact(1.0, decimals=0)
 
 
 def _heat(canvas: Any, chart: Heat) -> None:
@@ -158,8 +178,11 @@ def _gallery(canvas: Any, chart: Gallery) -> None:
             picture = chart.pictures[k]
             axes.imshow(rgba(picture.pixels, picture.signed), interpolation="nearest")
             colour = COLOURS[picture.mark] if picture.mark else "#1c1b19"
-            axes.set_title(text(_wrapped(picture.label)), fontsize=5.5, color=colour, wrap=True)
+            axes.set_title("\n".join(_lines(picture)), fontsize=5.5, color=colour)
 
 
-def _wrapped(label: str, width: int = 18) -> str:
-    return label if len(label) <= width else f"{label[: width - 1]}…"
+def _lines(picture: Picture) -> list[str]:
+    """Two lines at most, as wide as a picture; of a word that is wider, its beginning and its end."""
+    label, second = text(picture.label), text(picture.second)
+    lines = [label, second] if second else textwrap.wrap(label, CAPTION)
+    return [short(line, CAPTION) for line in (lines if len(lines) <= 2 else [label])]

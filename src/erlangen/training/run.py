@@ -33,6 +33,7 @@ from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.sampling import Units
 from erlangen.training import checkpoint
+from erlangen.training.claims import remark_on_guarantee, write_certificate
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
@@ -47,7 +48,6 @@ from erlangen.training.folder import (
     require_its_options,
     require_its_releases,
     stream_id,
-    without_places,
     write,
 )
 from erlangen.training.metrics import near_zero
@@ -58,18 +58,6 @@ from erlangen.workers import Workers
 
 #: called after each step with the session and what is known so far
 Watcher = Callable[[Session, dict[str, Any]], None]
-
-
-CLASSES_FROM_LABELS = (
-    "the number of classes, which shows in the shape of the weights: it was read off the private labels, where one record can "
-    "change it"
-)
-
-
-CHANNELS_FROM_IMAGES = (
-    "whether the network sees colours, which shows in the shape of its first weights: it was read off the private images, where "
-    "one record can change it"
-)
 
 
 class Interrupted(Exception):
@@ -121,8 +109,7 @@ def train(
     folder = open_folder(out, overwrite)  # only now: options that do not fit together must not cost the old run
     if replaced is not None:
         say(f"the run in {folder} is replaced with its ledger: the ε = {replaced} that it spent still counts for who saw its model")
-    for remark in _allowed_by_delta(session):
-        say(f"{remark}; give a smaller δ")
+    remark_on_guarantee(session, say)
     with _new_ledger(folder, session) as ledger:
         for release in session.prior:  # on disk before its value is
             ledger.reserve(release, 1)
@@ -417,55 +404,3 @@ def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, An
         public.save(folder)
     write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_certificate(session, folder, ledger)
-
-
-def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
-    """``certificate.json`` and its one-page rendering, from the ledger and the facts of the run."""
-    config, mechanism = session.config, session.training.mechanism
-    audited = folder / "audit.json"
-    assert config.delta is not None
-    document = certificate.build(ledger.book, config.delta, {
-        "sampler": session.sampler.describe(),
-        "mechanism": session.mechanism_facts(),
-        "data_size": len(session.dataset),
-        "expected_batch": session.sampler.expected_batch,
-        "secure": mechanism.noise.secure and session.sampler.secure,
-        "non_private": non_private(config),
-        "not_covered": [*_allowed_by_delta(session), *_shown_in_shapes(session.dataset), *_taken_as_public(config)],
-        "audit": _audit_line(audited),
-        "config": without_places(config),
-    })  # fmt: skip
-    certificate.save(document, folder)
-
-
-def _allowed_by_delta(session: Session) -> list[str]:
-    delta, units = session.config.delta or 0.0, session.units
-    if delta * units.count <= 1:
-        return []
-    return [f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright"]
-
-
-def _shown_in_shapes(dataset: Dataset) -> list[str]:
-    """What private records alone decide about the shape of the weights: no noise hides that."""
-    decided = {CLASSES_FROM_LABELS: dataset.classes_from_labels, CHANNELS_FROM_IMAGES: dataset.channels_from_images}
-    return [words for words, so in decided.items() if so]
-
-
-def _taken_as_public(config: TrainConfig) -> list[str]:
-    if config.weights is None:
-        return []
-    file, digest = Path(config.weights).name, begun_with(config)["weights"]
-    return [
-        f"the weights that training began with, {file} (SHA-256 {digest}): they are taken to be public, and what they tell about "
-        "anybody is not counted"
-    ]
-
-
-def _audit_line(path: Path) -> str | None:
-    """What an audit of this run found, in one line; a file that is no audit is no audit."""
-    from erlangen.audit.runs import in_words
-
-    try:
-        return in_words(json.loads(path.read_text())) if path.exists() else None
-    except (ValueError, KeyError, TypeError):
-        return f"{path.name} cannot be read"

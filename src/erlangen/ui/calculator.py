@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erlangen.accounting import AccountingError, Method, epsilon, gaussian, noise_multiplier, poisson, tradeoff
+from erlangen.report.privacy import tone_of
 
 #: what an answer within seconds allows; the command line has no such limits
 LIMITS = {
@@ -53,7 +54,7 @@ def _priced(sigma: float, rate: float, steps: int, delta: float, method: Method)
         raise BadPlan(str(error)) from error
     return {
         "epsilon": value if math.isfinite(value) else "inf", "sigma": sigma, "rate": rate, "steps": steps, "delta": delta,
-        "attacker": attacks, "neighbouring": "add-or-remove-one",
+        "attacker": attacks, "neighbouring": "add-or-remove-one", "tone": tone_of(value),
     }  # fmt: skip
 
 

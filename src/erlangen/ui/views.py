@@ -76,7 +76,7 @@ def progress(chosen: Sequence[Seen]) -> Chart | None:
         "Each line is one run from its first evaluation to its last; dashed lines are still training. Accuracy is that on the "
         "public test set.",
         f"{len(series)} run(s); the highest last accuracy is {best.y[-1]:.1%} at ε = {upper(best.x[-1], 3)} ({best.name}).",
-        Axis("ε spent"),
+        Axis("ε spent", bound="upper"),
         charts.ACCURACY,
         tuple(series),
     )

@@ -23,6 +23,13 @@ const Figures = (() => {
     return value;
   };
 
+  // a phone has room for about this many letters below a plot; texts are escaped, so that a break is the only markup
+  const folded = (words, most = 24) => words.split(" ").reduce((lines, word) => {
+    const last = lines[lines.length - 1];
+    if (last && last.length + word.length < most) lines[lines.length - 1] = `${last} ${word}`; else lines.push(word);
+    return lines;
+  }, []).join("<br>");
+
   const drawn = new Map(); // element → figure
   const draw = (element, plot) => {
     const figure = themed(plot, "");
@@ -31,6 +38,7 @@ const Figures = (() => {
     if (narrow.matches) {
       figure.layout.font.size = 11;
       figure.layout.margin = { ...figure.layout.margin, l: 40, r: 8 };
+      for (const [name, axis] of Object.entries(figure.layout)) if (name.startsWith("xaxis") && axis.title) axis.title.text = folded(axis.title.text);
       for (const trace of figure.data) if (trace.colorbar) trace.colorbar = { ...trace.colorbar, thickness: 8, title: { text: "" } };
     }
     drawn.set(element, plot);

@@ -22,7 +22,7 @@
   };
   const eps = (value) => (value === "inf" ? "∞" : value === null ? "checking…" : String(upper(value, 4)));
   const share = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
-  const small = (value) => (value === null ? "–" : value.toExponential(1).replace(".0e", "e"));
+  const small = (value) => (value === null ? "–" : upper(value, 2).toExponential(1).replace(".0e", "e"));
   const state = (word) => make("span", word, { class: `state ${word}` });
   const link = (name) => make("a", name, { href: `#run/${encodeURIComponent(name)}` });
 
@@ -181,13 +181,14 @@
     box.append(label, slide, make("p", hint, { class: "quiet", id: `hint-${name}` }));
     $("dials").append(box);
   }
+  const WORDS = { good: "", careful: "A weak guarantee. ", bad: "No guarantee. " };
   const direction = () => new FormData($("plan")).get("ask");
   const shown = (found, exact) => {
     const known = direction() === "cost";
-    $("answer").className = "statement good";
+    $("answer").className = `statement ${found.tone}`;
     $("answer-head").textContent = known ? `ε ${exact ? "=" : "≤"} ${eps(found.epsilon)}` : `σ = ${upper(found.sigma, 4)}`;
     const odds = found.epsilon === "inf" ? "∞" : found.epsilon > 50 ? `10^${Math.ceil(found.epsilon / Math.LN10)}` : upper(Math.exp(found.epsilon), 3).toLocaleString("en");
-    $("answer-words").textContent = `${known ? "" : `It gives ε = ${eps(found.epsilon)} at δ = ${found.delta}. `}No outcome is more than ${odds} times (eᵋ) as likely with any one record as without, plus δ, nor the other way round.`;
+    $("answer-words").textContent = `${known ? "" : `It gives ε = ${eps(found.epsilon)} at δ = ${found.delta}. `}${WORDS[found.tone]}No outcome is more than ${odds} times (eᵋ) as likely with any one record as without, plus δ, nor the other way round.`;
     $("answer-note").textContent = exact ? "by PLD" : "a quick bound by RDP; PLD follows";
     $("attacks").tBodies[0].replaceChildren(...found.attacker.map((a) => { const row = make("tr"); row.append(make("td", `${100 * a.fpr} %`), make("td", share(Math.ceil(1000 * a.tpr) / 1000))); return row; }));
     const rest = `--sample-rate ${plan.rate} --steps ${plan.steps} --delta ${plan.delta}`;

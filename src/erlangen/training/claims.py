@@ -1,0 +1,113 @@
+"""What a run claims beside the number ε: before training to its owner, afterwards in its certificate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from erlangen.accounting import certificate, epsilon
+from erlangen.accounting.ledger import Ledger
+from erlangen.accounting.words import factor, is_weak, upper
+from erlangen.data import Dataset
+from erlangen.training.config import TrainConfig
+from erlangen.training.folder import begun_with, without_places
+from erlangen.training.session import Session
+from erlangen.training.summary import non_private
+
+CLASSES_FROM_LABELS = (
+    "the number of classes, which shows in the shape of the weights: it was read off the private labels, where one record can "
+    "change it"
+)
+CHANNELS_FROM_IMAGES = (
+    "whether the network sees colours, which shows in the shape of its first weights: it was read off the private images, where "
+    "one record can change it"
+)
+IN_THE_TEST_SET = (
+    "whoever is in the test set, which its owner declared public: some of its images are stored with the run, and accuracy on them "
+    "is shown as it is, without noise"
+)
+
+
+def remark_on_guarantee(session: Session, say: Callable[[str], None]) -> None:
+    """What the owner wants to know before the privacy is spent: a δ or an ε that protects nobody much."""
+    for remark in _allowed_by_delta(session):
+        say(f"{remark}; give a smaller δ")
+    planned = _planned(session)
+    if is_weak(planned):
+        say(
+            f"ε = {upper(planned, 3)} is a weak guarantee: what comes out may be {factor(planned)} times as likely with a given "
+            f"{session.units.name} as without; give a smaller ε, or more noise"
+        )
+
+
+def _planned(session: Session) -> float:
+    """ε after all steps: the target, or what the given noise costs."""
+    config = session.config
+    if config.epsilon is not None:
+        return config.epsilon
+    assert config.delta is not None
+    releases = [*((release.event, 1) for release in session.prior), (session.training.event(), config.steps)]
+    return epsilon(releases, config.delta)
+
+
+def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
+    """``certificate.json`` and its one-page rendering, from the ledger and the facts of the run."""
+    config, mechanism = session.config, session.training.mechanism
+    audited = folder / "audit.json"
+    assert config.delta is not None
+    document = certificate.build(ledger.book, config.delta, {
+        "sampler": session.sampler.describe(),
+        "mechanism": session.mechanism_facts(),
+        "data_size": len(session.dataset),
+        "expected_batch": session.sampler.expected_batch,
+        "secure": mechanism.noise.secure and session.sampler.secure,
+        "non_private": non_private(config),
+        "not_covered": _not_covered(session),
+        "audit": _audit_line(audited),
+        "config": without_places(config),
+    })  # fmt: skip
+    certificate.save(document, folder)
+
+
+def _not_covered(session: Session) -> list[str]:
+    shown = _shown_in_shapes(session.dataset)
+    return [*_allowed_by_delta(session), *shown, *_taken_as_public(session.config), *_tested_in_public(session.dataset)]
+
+
+def _allowed_by_delta(session: Session) -> list[str]:
+    delta, units = session.config.delta or 0.0, session.units
+    if delta * units.count <= 1:
+        return []
+    return [f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright"]
+
+
+def _shown_in_shapes(dataset: Dataset) -> list[str]:
+    """What private records alone decide about the shape of the weights: no noise hides that."""
+    decided = {CLASSES_FROM_LABELS: dataset.classes_from_labels, CHANNELS_FROM_IMAGES: dataset.channels_from_images}
+    return [words for words, so in decided.items() if so]
+
+
+def _taken_as_public(config: TrainConfig) -> list[str]:
+    if config.weights is None:
+        return []
+    name, digest = Path(config.weights).name, begun_with(config)["weights"]
+    return [
+        f"the weights that training began with, {name} (SHA-256 {digest}): they are taken to be public, and what they tell about "
+        "anybody is not counted"
+    ]
+
+
+def _tested_in_public(dataset: Dataset) -> list[str]:
+    """Whether somebody of the training data is in the test set, too, only its owner can know."""
+    return [] if dataset.x_test is None else [IN_THE_TEST_SET]
+
+
+def _audit_line(path: Path) -> str | None:
+    """What an audit of this run found, in one line; a file that is no audit is no audit."""
+    from erlangen.audit.runs import in_words
+
+    try:
+        return in_words(json.loads(path.read_text())) if path.exists() else None
+    except (ValueError, KeyError, TypeError):
+        return f"{path.name} cannot be read"
