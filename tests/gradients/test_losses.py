@@ -55,6 +55,17 @@ def test_a_loss_that_divides_by_the_positive_answers_of_the_batch_is_refused():
     check_loss(lambda z, y: nn.functional.mse_loss(z, y, reduction="sum") / len(z), logits, targets, "mean")
 
 
+def test_a_loss_that_runs_along_the_batch_is_refused():
+    """The first record's share is its own; the last one's is everybody's."""
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
+
+    def along(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(z.detach().cumsum(0) - z.detach() + z, y)
+
+    with pytest.raises(MixesSamples, match="mixes"):
+        check_loss(along, logits, targets, "mean")
+
+
 class Running(nn.Module):
     """Weights of the classes by how often each was seen so far."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,38 +36,42 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
         scale = len(logits) if reduction == "mean" else 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return scale * torch.autograd.grad(criterion(logits, labels), logits)[0][:1]
+            return scale * torch.autograd.grad(criterion(logits, labels), logits)[0]
 
     own = gradient(outputs, targets)
-    variants = [gradient(changed(outputs, scale), targets) for scale in SCALES]
-    if isinstance(targets, Tensor) and targets.ndim and len(targets) == len(outputs):
-        variants.append(gradient(outputs[:-1], targets[:-1]))
-        if targets.is_floating_point():  # how many answers are positive, say
-            for value in (0.0, 1.0):
-                other = targets.clone()
-                other[1:] = value
-                variants.append(gradient(outputs, other))
-        else:
-            for label in torch.unique(
-                torch.cat([targets.flatten(), torch.arange(min(outputs.shape[1], 16)).to(targets)])
-            ):
-                other = targets.clone()
-                other[1:] = label
-                variants.append(gradient(outputs, other))
-            ignored = getattr(criterion, "ignore_index", None)
-            if isinstance(ignored, int) and (ignored != UNUSED or targets.ndim > 1):
-                other = targets.clone()
-                other[1:] = ignored
-                variants.append(gradient(outputs, other))
     if not same([own], [gradient(outputs, targets)]):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} remembers the batches before: the gradient of one record changes with those of "
             "earlier steps, which no noise covers (running class weights, a centre, a memory). Use a loss of this batch alone."
         )
-    if not all(same([own], [v]) for v in variants):
+    if not all(same([own[row]], [gradient(*batch)[row]]) for row, batch in _variants(criterion, outputs, targets)):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "
             "weights and ignored labels under 'mean' do that: they divide by what the batch holds; a wrong loss_reduction "
             "shows in the same way). Let it add up (reduction='sum') and pass loss_reduction='sum', or take a mean of "
             "per-sample terms."
         )
+
+
+def _variants(criterion: Any, outputs: Tensor, targets: Any) -> Iterator[tuple[int, tuple[Tensor, Any]]]:
+    """(a row, answers and labels in which it is as it was): the first and the last, since a loss may run along the batch."""
+    labelled = isinstance(targets, Tensor) and targets.ndim and len(targets) == len(outputs)
+    for row, fewer in ((0, slice(None, -1)), (-1, slice(1, None))):
+        for scale in SCALES:
+            yield row, (changed(outputs, scale, row % len(outputs)), targets)
+        if labelled:
+            yield row, (outputs[fewer], targets[fewer])
+            for label in _labels(criterion, outputs, targets):
+                other = torch.full_like(targets, label)
+                other[row] = targets[row]
+                yield row, (outputs, other)
+
+
+def _labels(criterion: Any, outputs: Tensor, targets: Tensor) -> list[Any]:
+    """What the labels of all others may be."""
+    if targets.is_floating_point():  # how many answers are positive, say
+        return [0.0, 1.0]
+    classes = min(outputs.shape[1], 16) if outputs.ndim > 1 else 2
+    labels = torch.unique(torch.cat([targets.flatten(), torch.arange(classes).to(targets)])).tolist()
+    ignored = getattr(criterion, "ignore_index", None)
+    return [*labels, ignored] if isinstance(ignored, int) and (ignored != UNUSED or targets.ndim > 1) else labels
