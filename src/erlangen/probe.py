@@ -60,7 +60,7 @@ def fitting(tried: Sequence[Form]) -> tuple[Form, Any]:
     for form in tried:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return form, form.call(*form.inputs)
+                return form, form.call(*(t.clone() for t in form.inputs))
         except Exception as error:  # it wants other arguments; the user's own call will tell
             errors.append(error)
     raise errors[0]

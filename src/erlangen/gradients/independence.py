@@ -228,7 +228,7 @@ def _cotangents(
     restore(module, start)
     torch.manual_seed(0)
     watch.seen, watch.kept = [], _watched(batch)
-    leaves = tree_leaves(module(*batch))
+    leaves = tree_leaves(module(*_own_copies(batch)))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
 
@@ -319,7 +319,7 @@ def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
     module.eval()
     try:
         with untouched(module), torch.no_grad():
-            outs = [module(t) for t in (alone, beside)]
+            outs = [module(t.clone()) for t in (alone, beside)]
     except Exception:  # of a module that takes more than the first part of a batch: its own call will tell
         return
     finally:
@@ -348,23 +348,37 @@ def changed(t: Tensor, scale: float = 2.0, row: int = 0) -> Tensor:
 def _trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> _Trace:
     """Every call in the order of completion, innermost first, with the rows that are watched."""
     seen: list[_Call] = []
+    entered: list[tuple[nn.Module, list[Tensor]]] = []
     rows = inputs[0].shape[0]
     hooks = []
+
+    # before all other hooks, and before the module can change it in place: what it made of it is its own doing
+    def enter(m: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append((m, _rows_of((args, kwargs), rows, watched)))
+
     for path, m in module.named_modules():
 
         def note(m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-            seen.append(_Call(path, m, _rows_of((args, kwargs), rows, watched), _rows_of(out, rows, watched)))
+            while (call := entered.pop())[0] is not m:  # those that raised, and were caught, are never left
+                pass
+            seen.append(_Call(path, m, call[1], _rows_of(out, rows, watched)))
 
+        hooks.append(m.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         hooks.append(m.register_forward_hook(note, with_kwargs=True))
     try:
         torch.manual_seed(0)
         before = _random_states(inputs)
         with torch.no_grad():
-            module(*inputs)
+            module(*_own_copies(inputs))
         return _Trace(seen, not all(map(torch.equal, before, _random_states(inputs))))
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _own_copies(inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    """For a module that may change what it is given: the next pass begins with the same."""
+    return (t.clone() for t in inputs)
 
 
 def _random_states(inputs: tuple[Tensor, ...]) -> list[Tensor]:
