@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant
 from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
-from erlangen.gradients.independence import check_independence, check_padding
+from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
 from erlangen.gradients.losses import check_loss
 from erlangen.gradients.problems import known_problems
 from erlangen.gradients.tape import Tape
@@ -164,16 +164,34 @@ def _check(
         not_checked("batches are neither tensors (inputs, …) nor a mapping of tensors")
     else:
         try:
-            form, out = fitting(tried)
+            found = fitting(tried)
         except Exception as error:
             not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
         else:
-            check_independence(form.call, form.inputs, batch_first)
-            targets = form.targets
+            _check_forms([form for form, _ in found], batch_first)
+            out, targets = found[0][1], next(iter(found[0][0].targets), None)
         _check_padding(module, loader)
     if criterion is not None:
         known = isinstance(out, Tensor) and targets is not None
         check_loss(criterion, out if known else torch.zeros(1), targets, reduction)
+
+
+def _check_forms(found: list[Form], batch_first: bool) -> None:
+    """In every form in which the module can be called: nobody says in which the loop will."""
+    for form in found:
+        try:
+            check_independence(form.call, form.inputs, batch_first)
+        except MixesSamples as error:
+            if len(found) == 1:
+                raise
+            raise MixesSamples(
+                f"{error} The module was called with {form}: if your loop calls it otherwise, check that by hand "
+                "(erlangen.gradients.independence.check_independence(module, inputs)) and pass check=False."
+            ) from error
+        except Exception as error:
+            if form is found[-1]:
+                raise
+            not_checked(f"called with {form}, it raised {type(error).__name__} ({str(error)[:80]})", stacklevel=6)
 
 
 def _check_padding(module: nn.Module, loader: DataLoader) -> None:
@@ -208,7 +226,7 @@ def _physical_limit(module: nn.Module, tape: Tape, tried: list[Form], wanted: in
     if wanted == "auto":
         if not tried:
             raise ValueError("max_physical_batch='auto' needs batches of (inputs, …) to measure; give a number")
-        form, _ = fitting(tried)
+        form, _ = fitting(tried)[0]
         attach(module, tape)
         try:
             return find_physical_batch(form.call, tape, form.inputs)

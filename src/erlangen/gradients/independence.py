@@ -13,7 +13,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from erlangen.gradients.memory import Memory, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
+from erlangen.gradients.trace import Trace, alike_if_padded, own_copies, same, trace
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
@@ -36,40 +37,13 @@ class MixesSamples(ValueError):
     """A module whose output for one record depends on others."""
 
 
-class _Call(NamedTuple):
-    """One call of a module, with the rows that are watched of all that it was given and of all that it returned."""
-
-    path: str
-    module: nn.Module
-    given: list[Tensor]
-    returned: list[Tensor]
-
-    def same(self, other: _Call, place: int) -> bool:
-        """Does what was returned for a row agree with ``other``, or what was given not? ``other`` watched that row alone."""
-        given, returned = [t[place] for t in self.given], [t[place] for t in self.returned]
-        return not same(given, [t[0] for t in other.given]) or same(returned, [t[0] for t in other.returned])
-
-    def alike(self, other: _Call, place: int) -> bool:
-        """The same for batches of another length, as far as what was returned has the same parts."""
-        given = same([t[place] for t in self.given], [t[0] for t in other.given])
-        # other kernels for other shapes round otherwise, in TF32 and 16 bits by a percent: a third less is more than that
-        pairs = zip([t[place] for t in self.returned], [t[0] for t in other.returned], strict=False)
-        return not given or len(self.returned) != len(other.returned) or all(_alike(a, b, 0.05) for a, b in pairs)
-
-
-class _Trace(NamedTuple):
-    #: in order of completion, innermost first
-    calls: list[_Call]
-    #: whether random numbers were drawn
-    random: bool
-
-
 def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True) -> None:
     """Raise `MixesSamples` if, in training or evaluation mode, a module mixes rows, reorders them, or keeps statistics.
 
     ``batch_first`` is what `make_private` is told: whether sequences *inside* the module have the batch first or the time.
     """
     modes = {m: m.training for m in module.modules()}
+    inputs = _told_apart(module, inputs)
     try:
         for training in (True, False):
             module.train(training)
@@ -85,12 +59,12 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
 def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -> None:
     """Each row of every output depends on that row of the inputs alone, and no buffer and no parameter on any of them."""
     watched = _watched(inputs)
-    first = _trace(module, inputs, watched)
+    first = trace(module, inputs, watched)
     known = start.tensors
     after = known | {n: t.detach().clone() for n, t in remembered(module) if n not in known or not torch.equal(t, known[n])}
     for row, _, batch in _variants(inputs):
         restore(module, start)
-        second = _trace(module, batch, [row])
+        second = trace(module, batch, [row])
         for a, b in zip(first.calls, second.calls, strict=False):
             if not a.same(b, watched.index(row)):
                 raise MixesSamples(
@@ -100,6 +74,32 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
                 )
         _check_state(module, after, "is updated from the data")
     _check_fewer(module, inputs, first, after, start)
+
+
+def _told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Integers that are the same for all records (lengths, masks) would hide what a module makes of the largest of a batch."""
+    apart = tuple(_one_less(t) for t in inputs)
+    if all(a is b for a, b in zip(apart, inputs, strict=True)):
+        return inputs
+    try:
+        with untouched(module), torch.no_grad():
+            module(*own_copies(apart))
+    except Exception:  # these are no lengths
+        return inputs
+    return apart
+
+
+def _one_less(t: Tensor) -> Tensor:
+    """Integers of which all rows are the same, but with one less as the last entry of the last, if that is a length or index."""
+    if t.is_floating_point() or t.is_complex() or t.ndim < 1 or len(t) < 2 or not t[0].numel() or not bool((t == t[:1]).all()):
+        return t
+    other = t.clone(memory_format=torch.contiguous_format)
+    last, several = other.view(len(t), -1)[-1], t[0].numel() > 1
+    if t.dtype == torch.bool:
+        last[-1] = ~last[-1] if several or t.ndim == 1 else last[-1]
+    elif int(last[-1]) >= (1 if several else 2):  # no record has length zero
+        last[-1] -= 1
+    return other
 
 
 def _watched(inputs: tuple[Tensor, ...]) -> list[int]:
@@ -129,7 +129,7 @@ def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> N
 
 
 def _check_fewer(
-    module: nn.Module, inputs: tuple[Tensor, ...], first: _Trace, after: dict[str, Tensor], start: Memory
+    module: nn.Module, inputs: tuple[Tensor, ...], first: Trace, after: dict[str, Tensor], start: Memory
 ) -> None:
     """The ends of every output, and all that is remembered, are the same with one record less: how many were drawn is as private
     as who they are, and so is who came before whom."""
@@ -137,13 +137,13 @@ def _check_fewer(
     for place, row, part in ((0, 0, slice(None, -1)), (1, -1, slice(1, None))):
         restore(module, start)
         try:
-            second = _trace(module, tuple(t[part] if t.ndim and len(t) == rows else t for t in inputs), [row])
+            second = trace(module, tuple(t[part] if t.ndim and len(t) == rows else t for t in inputs), [row])
         except Exception:  # of a module for batches of one size: the first Poisson batch will tell
             return
         _check_state(module, after, "counts the records of each batch")
         if second.random and (module.training or row):  # other shapes draw other numbers, and a later row always does
             return
-        culprit = next((a for a, b in zip(first.calls, second.calls, strict=False) if not a.alike(b, place)), None)
+        culprit = next((a for a, b in zip(first.calls, second.calls, strict=False) if not a.alike_in_fewer(b, place)), None)
         if culprit is not None:
             raise MixesSamples(
                 f"{where(culprit.path, culprit.module)} mixes samples: its output for one record changes with how many records "
@@ -228,13 +228,13 @@ def _cotangents(
     restore(module, start)
     torch.manual_seed(0)
     watch.seen, watch.kept = [], _watched(batch)
-    leaves = tree_leaves(module(*_own_copies(batch)))
+    leaves = tree_leaves(module(*own_copies(batch)))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
 
 
 def _alike_in(row: int, own: _Cotangents, other: _Cotangents) -> bool:
-    return all(_alike(a[row], b[row]) for a, b in zip(own, other, strict=False))
+    return all(alike_if_padded(a[row], b[row]) for a, b in zip(own, other, strict=False))
 
 
 def _all_unused(t: Tensor, row: int) -> Tensor:
@@ -244,14 +244,6 @@ def _all_unused(t: Tensor, row: int) -> Tensor:
     other = torch.full_like(t, int(t.min()))
     other[row] = t[row]
     return other
-
-
-def _alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
-    """Up to a share of the largest entry."""
-    if a.shape != b.shape or not a.numel():
-        return a.shape == b.shape
-    a, b = a.double(), b.double()
-    return torch.allclose(a, b, rtol=max(1e-3, of_largest), atol=of_largest * float(a.abs().max()), equal_nan=True)
 
 
 def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
@@ -343,56 +335,3 @@ def changed(t: Tensor, scale: float = 2.0, row: int = 0) -> Tensor:
     other = scale * torch.randn_like(t) + scale / 2 if t.is_floating_point() else t[[row]].expand_as(t).clone()
     other[row] = t[row]
     return other
-
-
-def _trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> _Trace:
-    """Every call in the order of completion, innermost first, with the rows that are watched."""
-    seen: list[_Call] = []
-    entered: list[tuple[nn.Module, list[Tensor]]] = []
-    rows = inputs[0].shape[0]
-    hooks = []
-
-    # before all other hooks, and before the module can change it in place: what it made of it is its own doing
-    def enter(m: nn.Module, args: Any, kwargs: Any) -> None:
-        entered.append((m, _rows_of((args, kwargs), rows, watched)))
-
-    for path, m in module.named_modules():
-
-        def note(m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-            while (call := entered.pop())[0] is not m:  # those that raised, and were caught, are never left
-                pass
-            seen.append(_Call(path, m, call[1], _rows_of(out, rows, watched)))
-
-        hooks.append(m.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        hooks.append(m.register_forward_hook(note, with_kwargs=True))
-    try:
-        torch.manual_seed(0)
-        before = _random_states(inputs)
-        with torch.no_grad():
-            module(*_own_copies(inputs))
-        return _Trace(seen, not all(map(torch.equal, before, _random_states(inputs))))
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _own_copies(inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """For a module that may change what it is given: the next pass begins with the same."""
-    return (t.clone() for t in inputs)
-
-
-def _random_states(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    devices = {t.device for t in inputs if t.device.type == "cuda"}
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, sorted(devices, key=str))]
-
-
-def _rows_of(tree: Any, rows: int, watched: list[int]) -> list[Tensor]:
-    return [t[watched] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
-        return False
-    return all(
-        torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True) for x, y in zip(a, b, strict=True)
-    )

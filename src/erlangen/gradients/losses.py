@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erlangen.gradients.independence import SCALES, MixesSamples, changed, same
+from erlangen.gradients.independence import SCALES, MixesSamples, changed
+from erlangen.gradients.trace import same
 
 #: PyTorch's own ignore_index, which nobody chose: no class of a whole record has this label, but pixels and tokens may
 UNUSED = -100
