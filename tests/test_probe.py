@@ -75,7 +75,8 @@ def test_a_mapping_is_called_with_the_names_that_the_module_takes():
     form, *fewer = forms(ByKeyword(), DataLoader(Records(), batch_size=4))
     assert isinstance(form.call, ByName)
     assert form.call.names == ("labels", "times", "inputs")
-    assert not torch.equal(form.inputs[2], X[:3])  # made up
+    assert not torch.equal(form.inputs[2], X[[0, 11, 23]])  # made up
+    assert torch.equal(form.inputs[1], T[[0, 11, 23]])  # integers are not
     assert [other.call.names for other in fewer] == [("times", "inputs"), ("inputs",)]
     ((_, out),) = fitting([form, *fewer])  # its forward needs all three
     assert out["logits"].shape == (3, 2)
@@ -101,7 +102,7 @@ class Optional(nn.Module):
 
 
 def sequences(lengths, named):
-    parts = {"x": torch.randn(24, 5, 6), "lengths": torch.tensor(lengths * 8), "labels": Y}
+    parts = {"x": torch.randn(24, 5, 6), "lengths": torch.tensor(lengths * 8), "labels": torch.arange(24) // 12}
     return [{k: t[i] for k, t in parts.items()} for i in range(24)] if named else TensorDataset(*parts.values())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
@@ -16,7 +16,7 @@ from erlangen import joint, sharded
 from erlangen.accounting import Accountant
 from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
 from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
-from erlangen.gradients.losses import check_loss
+from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_type
 from erlangen.gradients.problems import known_problems
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
@@ -84,6 +84,8 @@ def prepare(
     if check and not apart:
         refuse_mixing(data_loader, units.grouped)
         _check(module, data_loader, tried, criterion, loss_reduction, batch_first)
+    elif criterion is not None and check:
+        _check_loss(criterion, [], loss_reduction)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
@@ -158,8 +160,7 @@ def _check(
     module: nn.Module, loader: DataLoader, tried: list[Form], criterion: Any, reduction: str, batch_first: bool
 ) -> None:
     """Rows are independent on their way through the module, through the loss, and beside longer ones."""
-    out: Any = None
-    targets: Any = None
+    found: list[tuple[Form, Any]] = []
     if not tried:
         not_checked("batches are neither tensors (inputs, …) nor a mapping of tensors")
     else:
@@ -169,11 +170,24 @@ def _check(
             not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
         else:
             _check_forms([form for form, _ in found], batch_first)
-            out, targets = found[0][1], next(iter(found[0][0].targets), None)
         _check_padding(module, loader)
     if criterion is not None:
-        known = isinstance(out, Tensor) and targets is not None
-        check_loss(criterion, out if known else torch.zeros(1), targets, reduction)
+        _check_loss(criterion, found, reduction)
+
+
+def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str) -> None:
+    """By experiment where the loss can be computed on made-up answers, else by its type; what is left is said."""
+    # a network that learns its own inputs has nothing left of a batch
+    if any(check_some_loss(criterion, out, form.targets or form.inputs, reduction) for form, out in found):
+        return
+    refuse_by_type(criterion, reduction)
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    warnings.warn(
+        f"whether the loss {name} mixes samples was not checked: it could not be computed on what the module returns and what "
+        "batches hold besides its inputs. If the gradient of one record depends on the others, the guarantee does not hold; "
+        "erlangen.gradients.losses.check_loss(criterion, outputs, targets, loss_reduction) checks by hand.",
+        stacklevel=5,
+    )
 
 
 def _check_forms(found: list[Form], batch_first: bool) -> None:

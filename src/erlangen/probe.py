@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 ROWS = 3
@@ -51,14 +52,15 @@ class ByName(nn.Module):
 def forms(module: nn.Module, loader: DataLoader) -> list[Form]:
     """Every form that batches of this loader allow; none if they hold no tensors where inputs are looked for."""
     dataset: Any = loader.dataset
-    batch = loader.collate_fn([dataset[i % len(dataset)] for i in range(ROWS)])
+    # from end to end: where records are sorted by their labels, the first few have the same
+    batch = loader.collate_fn([dataset[i * (len(dataset) - 1) // (ROWS - 1)] for i in range(ROWS)])
     device = next(module.parameters()).device
     made: list[Form] = []
     for call, tensors, left in _ways(module, batch):
         if not made and isinstance(call, type(module)):
             _refuse_precision(module, tensors[0])
         inputs = tuple(torch.randn_like(t) if t.is_floating_point() else t for t in tensors)
-        targets = tuple(t.to(device) if isinstance(t, Tensor) else t for t in left)
+        targets = tuple(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, left))
         made.append(Form(call, tuple(t.to(device) for t in inputs), targets))
     return made
 
