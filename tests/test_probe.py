@@ -72,11 +72,59 @@ def test_modules_of_several_inputs_that_mix_are_refused(case):
 
 
 def test_a_mapping_is_called_with_the_names_that_the_module_takes():
-    (form,) = forms(ByKeyword(), DataLoader(Records(), batch_size=4))
+    form, *fewer = forms(ByKeyword(), DataLoader(Records(), batch_size=4))
     assert isinstance(form.call, ByName)
     assert form.call.names == ("labels", "times", "inputs")
-    assert not torch.equal(form.inputs[2], X[:3])  # made up
-    assert fitting([form])[1]["logits"].shape == (3, 2)
+    assert not torch.equal(form.inputs[2], X[[0, 11, 23]])  # made up
+    assert torch.equal(form.inputs[1], T[[0, 11, 23]])  # integers are not
+    assert [other.call.names for other in fewer] == [("times", "inputs"), ("inputs",)]
+    ((_, out),) = fitting([form, *fewer])  # its forward needs all three
+    assert out["logits"].shape == (3, 2)
+
+
+class Optional(nn.Module):
+    """``lengths`` and ``labels`` may be left out; given, they show what ``how`` makes of them."""
+
+    def __init__(self, how="fine"):
+        super().__init__()
+        self.inner, self.head, self.how = nn.Linear(6, 8), nn.Linear(8, 2), how
+
+    def forward(self, x, lengths=None, labels=None):
+        lengths = torch.full((len(x),), x.shape[1]) if lengths is None else lengths
+        x = x[:, : int(lengths.max())] if len(x) else x  # no work for what is padding in all
+        hidden, real = torch.tanh(self.inner(x)), torch.arange(x.shape[1]) < lengths[:, None]
+        mean = hidden.mean(1) if self.how == "trims" else (hidden * real[..., None]).sum(1) / lengths[:, None]
+        logits = self.head(mean)
+        if labels is None:
+            return logits
+        weight = torch.tensor([1.0, 1000.0]) if self.how == "weighs" else None
+        return {"loss": F.cross_entropy(logits, labels, weight=weight), "logits": logits}
+
+
+def sequences(lengths, named):
+    parts = {"x": torch.randn(24, 5, 6), "lengths": torch.tensor(lengths * 8), "labels": torch.arange(24) // 12}
+    return [{k: t[i] for k, t in parts.items()} for i in range(24)] if named else TensorDataset(*parts.values())
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["positions", "names"])
+@pytest.mark.parametrize("lengths", [[2, 5, 3], [5, 2, 5], [4, 4, 4]], ids=str)
+@pytest.mark.parametrize(
+    ("how", "match"), [("trims", "changes with the other records"), ("weighs", "loss of the whole batch"), ("fine", None)]
+)
+def test_what_may_be_left_out_is_given(how, match, lengths, named):
+    """One record of 50 tokens among 200 of two moved the sum by 196 bounds, where the loop gave the lengths."""
+    torch.manual_seed(0)
+    if match is None:
+        private(Optional(how), sequences(lengths, named))
+        return
+    with pytest.raises(MixesSamples, match=match + ".*if your loop calls it otherwise"):
+        private(Optional(how), sequences(lengths, named))
+
+
+def test_parts_of_a_batch_for_which_a_module_has_no_argument_are_left_out_in_silence():
+    found = forms(nn.Linear(6, 2), DataLoader(TensorDataset(X, T, Y), batch_size=4))
+    assert [len(form.inputs) for form in found] == [1]
+    assert [len(form.inputs) for form in forms(Optional(), DataLoader(sequences([4, 4, 4], False)))] == [3, 2, 1]
 
 
 def test_the_memory_of_several_inputs_can_be_measured():

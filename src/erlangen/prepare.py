@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant
 from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
-from erlangen.gradients.independence import check_independence, check_padding
-from erlangen.gradients.losses import check_loss
+from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
+from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_type
 from erlangen.gradients.problems import known_problems
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
@@ -84,6 +84,8 @@ def prepare(
     if check and not apart:
         refuse_mixing(data_loader, units.grouped)
         _check(module, data_loader, tried, criterion, loss_reduction, batch_first)
+    elif criterion is not None and check:
+        _check_loss(criterion, [], loss_reduction)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
@@ -158,22 +160,52 @@ def _check(
     module: nn.Module, loader: DataLoader, tried: list[Form], criterion: Any, reduction: str, batch_first: bool
 ) -> None:
     """Rows are independent on their way through the module, through the loss, and beside longer ones."""
-    out: Any = None
-    targets: Any = None
+    found: list[tuple[Form, Any]] = []
     if not tried:
         not_checked("batches are neither tensors (inputs, …) nor a mapping of tensors")
     else:
         try:
-            form, out = fitting(tried)
+            found = fitting(tried)
         except Exception as error:
             not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
         else:
-            check_independence(form.call, form.inputs, batch_first)
-            targets = form.targets
+            _check_forms([form for form, _ in found], batch_first)
         _check_padding(module, loader)
     if criterion is not None:
-        known = isinstance(out, Tensor) and targets is not None
-        check_loss(criterion, out if known else torch.zeros(1), targets, reduction)
+        _check_loss(criterion, found, reduction)
+
+
+def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str) -> None:
+    """By experiment where the loss can be computed on made-up answers, else by its type; what is left is said."""
+    # a network that learns its own inputs has nothing left of a batch
+    if any(check_some_loss(criterion, out, form.targets or form.inputs, reduction) for form, out in found):
+        return
+    refuse_by_type(criterion, reduction)
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    warnings.warn(
+        f"whether the loss {name} mixes samples was not checked: it could not be computed on what the module returns and what "
+        "batches hold besides its inputs. If the gradient of one record depends on the others, the guarantee does not hold; "
+        "erlangen.gradients.losses.check_loss(criterion, outputs, targets, loss_reduction) checks by hand.",
+        stacklevel=5,
+    )
+
+
+def _check_forms(found: list[Form], batch_first: bool) -> None:
+    """In every form in which the module can be called: nobody says in which the loop will."""
+    for form in found:
+        try:
+            check_independence(form.call, form.inputs, batch_first)
+        except MixesSamples as error:
+            if len(found) == 1:
+                raise
+            raise MixesSamples(
+                f"{error} The module was called with {form}: if your loop calls it otherwise, check that by hand "
+                "(erlangen.gradients.independence.check_independence(module, inputs)) and pass check=False."
+            ) from error
+        except Exception as error:
+            if form is found[-1]:
+                raise
+            not_checked(f"called with {form}, it raised {type(error).__name__} ({str(error)[:80]})", stacklevel=6)
 
 
 def _check_padding(module: nn.Module, loader: DataLoader) -> None:
@@ -208,7 +240,7 @@ def _physical_limit(module: nn.Module, tape: Tape, tried: list[Form], wanted: in
     if wanted == "auto":
         if not tried:
             raise ValueError("max_physical_batch='auto' needs batches of (inputs, …) to measure; give a number")
-        form, _ = fitting(tried)
+        form, _ = fitting(tried)[0]
         attach(module, tape)
         try:
             return find_physical_batch(form.call, tape, form.inputs)

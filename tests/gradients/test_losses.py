@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import erlangen
 from erlangen.gradients.independence import MixesSamples, check_independence
-from erlangen.gradients.losses import check_loss
+from erlangen.gradients.losses import check_loss, check_some_loss
 
 
 def test_losses():
@@ -53,6 +53,17 @@ def test_a_loss_that_divides_by_the_positive_answers_of_the_batch_is_refused():
         check_loss(PerPositive(), logits, targets, "mean")
     check_loss(nn.BCEWithLogitsLoss(reduction="sum"), logits, targets, "sum")
     check_loss(lambda z, y: nn.functional.mse_loss(z, y, reduction="sum") / len(z), logits, targets, "mean")
+
+
+def test_a_loss_that_runs_along_the_batch_is_refused():
+    """The first record's share is its own; the last one's is everybody's."""
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 2])
+
+    def along(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(z.detach().cumsum(0) - z.detach() + z, y)
+
+    with pytest.raises(MixesSamples, match="mixes"):
+        check_loss(along, logits, targets, "mean")
 
 
 class Running(nn.Module):
@@ -138,3 +149,83 @@ def test_what_it_would_move(loss, least, most):
 
     short = [1] * 40
     assert least <= float((total([*short, 6]) - total(short)).norm()) <= most + 1e-3
+
+
+# -- what the loss is computed on, where nobody says ------------------------------------------------------------------------
+
+
+class Gives(nn.Module):
+    """``kind`` of what the module returns."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.head = kind, nn.Linear(6, 2)
+
+    def forward(self, x):
+        z = self.head(x)
+        return {"tensor": z, "tuple": (z, z.detach()), "mapping": {"logits": z}, "number": z.sum(1).mean()}[self.kind]
+
+
+def announced(kind, named, criterion, **options):
+    x, y = torch.randn(12, 6), torch.arange(12) // 6
+    data = [{"x": a, "label": b} for a, b in zip(x, y, strict=True)] if named else TensorDataset(x, y)
+    module = Gives(kind)
+    erlangen.PrivacyEngine().make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), 0.1), data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0, max_grad_norm=1.0, criterion=criterion, **options,
+    )  # fmt: skip
+
+
+def of_first(z, y):
+    """A loss that takes all that the module returns."""
+    return nn.functional.cross_entropy(z[0] + z[1], y, weight=torch.tensor([1.0, 1000.0]))
+
+
+WEIGHTS = torch.tensor([1.0, 1000.0])
+EVERYWHERE = [("tensor", False), ("tensor", True), ("tuple", False), ("tuple", True), ("mapping", True)]
+
+
+@pytest.mark.parametrize(("kind", "named"), EVERYWHERE)
+def test_an_announced_loss_is_checked_whatever_batches_and_answers_are(kind, named, recwarn):
+    """Where batches are mappings or the module returned a tuple, class weights passed: one record moved the sum by 163 bounds."""
+    for mixes in (nn.CrossEntropyLoss(weight=WEIGHTS), nn.CrossEntropyLoss(ignore_index=1)):
+        with pytest.raises(MixesSamples, match="the loss CrossEntropyLoss"):
+            announced(kind, named, mixes)
+    announced(kind, named, nn.CrossEntropyLoss())
+    announced(kind, named, nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), loss_reduction="sum")
+    assert not recwarn.list
+
+
+def test_a_loss_of_all_answers_is_checked():
+    with pytest.raises(MixesSamples):
+        announced("tuple", False, of_first)
+    announced("tuple", False, lambda z, y: nn.functional.cross_entropy(z[0] + z[1], y))
+
+
+def test_a_loss_that_cannot_be_computed_is_judged_by_its_type_or_said():
+    for mixes in (nn.CrossEntropyLoss(weight=WEIGHTS), nn.NLLLoss(ignore_index=1)):
+        with (
+            pytest.raises(MixesSamples, match=r"(class weights|ignore_index=1) and takes a mean"),
+            pytest.warns(UserWarning, match="order of the batch"),
+        ):
+            announced("number", False, mixes)
+    with pytest.warns(UserWarning, match="whether the loss CrossEntropyLoss mixes samples was not checked"):
+        announced("number", True, nn.CrossEntropyLoss(weight=torch.ones(2)))
+    with pytest.warns(UserWarning, match="whether the loss BCEWithLogitsLoss mixes samples was not checked"):
+        announced("tensor", False, nn.BCEWithLogitsLoss())
+
+
+def test_shapes_that_are_stretched_to_fit_mix_unless_they_are_a_guess():
+    """Answers [n, 1] and labels [n] make n² errors."""
+    z, y = torch.randn(3, 1), torch.randn(3)
+    with pytest.raises(MixesSamples), pytest.warns(UserWarning, match="target size"):
+        check_some_loss(nn.MSELoss(), z, [y], "mean")
+    assert not check_some_loss(nn.MSELoss(), (z,), [y], "mean")
+    assert check_some_loss(nn.MSELoss(), (z,), [torch.zeros(()), y, z], "mean")
+
+
+def test_labels_of_several_parts_are_exchanged_too():
+    z, labels = torch.randn(3, 2), {"y": torch.tensor([0, 1, 1]), "name": "of no row"}
+    with pytest.raises(MixesSamples):
+        check_loss(lambda z, y: nn.functional.cross_entropy(z, y["y"], weight=WEIGHTS), z, labels, "mean")
+    check_loss(lambda z, y: nn.functional.cross_entropy(z, y["y"]), z, labels, "mean")

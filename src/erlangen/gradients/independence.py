@@ -1,26 +1,28 @@
 """Does any module mix samples? Those that are known by type are `problems`; all others are found by experiment.
 
-The experiment: run a batch, change everything but row 0, run again with the same random numbers. A module whose inputs
-agree in row 0 but whose outputs do not has looked at other rows; per-sample clipping would not bound their influence.
+The experiment: run a batch, change everything but one row, run again with the same random numbers. A module whose inputs
+agree in that row but whose outputs do not has looked at other rows; per-sample clipping would not bound their influence.
 Neither would it where only the backward pass looks at them: a hook that divides gradients by their norm over the batch.
+The row is the first, the last, and one between: what runs along the batch (a cumulative sum, a recurrent layer that takes
+records for time) leaves the first alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from erlangen.gradients.memory import Memory, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
+from erlangen.gradients.trace import Trace, alike_if_padded, own_copies, same, trace
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
@@ -29,9 +31,6 @@ _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
     "for each of them. If rows are sorted, flipped or shuffled inside the module, the guarantee does not hold."
 )
-
-#: a module's path, itself, and row 0 of what it was given and of what it returned
-_Call = tuple[str, nn.Module, list[Tensor], list[Tensor]]
 
 
 class MixesSamples(ValueError):
@@ -44,10 +43,11 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
     ``batch_first`` is what `make_private` is told: whether sequences *inside* the module have the batch first or the time.
     """
     modes = {m: m.training for m in module.modules()}
+    inputs = _told_apart(module, inputs)
     try:
         for training in (True, False):
             module.train(training)
-            with _untouched(module) as start:
+            with untouched(module) as start:
                 _check_outputs(module, inputs, start)
                 if training:
                     _check_rows(module, inputs, start, batch_first)
@@ -56,29 +56,71 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
             m.training = training
 
 
-def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory) -> None:
-    """Row 0 of every output depends on row 0 of the inputs alone, and no buffer and no parameter on any of them."""
-    first = _trace(module, inputs)
+def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -> None:
+    """Each row of every output depends on that row of the inputs alone, and no buffer and no parameter on any of them."""
+    watched = _watched(inputs)
+    first = trace(module, inputs, watched)
     known = start.tensors
-    after = known | {n: t.detach().clone() for n, t in _state(module) if n not in known or not torch.equal(t, known[n])}
-    for scale in SCALES:
-        _restore(module, start)
-        second = _trace(module, tuple(changed(t, scale) for t in inputs))
-        for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
-            if same(in_a, in_b) and not same(out_a, out_b):
+    after = known | {n: t.detach().clone() for n, t in remembered(module) if n not in known or not torch.equal(t, known[n])}
+    for row, _, batch in _variants(inputs):
+        restore(module, start)
+        second = trace(module, batch, [row])
+        for a, b in zip(first.calls, second.calls, strict=False):
+            if not a.same(b, watched.index(row)):
                 raise MixesSamples(
-                    f"{where(path, m)} mixes samples: its output for one record changes with the other records of the "
+                    f"{where(a.path, a.module)} mixes samples: its output for one record changes with the other records of the "
                     "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
         _check_state(module, after, "is updated from the data")
-    _restore(module, start)
-    _check_fewer(module, inputs, first, after)
+    _check_fewer(module, inputs, first, after, start)
+
+
+def _told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Integers that are the same for all records (lengths, masks) would hide what a module makes of the largest of a batch."""
+    apart = tuple(_one_less(t) for t in inputs)
+    if all(a is b for a, b in zip(apart, inputs, strict=True)):
+        return inputs
+    try:
+        with untouched(module), torch.no_grad():
+            module(*own_copies(apart))
+    except Exception:  # these are no lengths
+        return inputs
+    return apart
+
+
+def _one_less(t: Tensor) -> Tensor:
+    """Integers of which all rows are the same, but with one less as the last entry of the last, if that is a length or index."""
+    if t.is_floating_point() or t.is_complex() or t.ndim < 1 or len(t) < 2 or not t[0].numel() or not bool((t == t[:1]).all()):
+        return t
+    other = t.clone(memory_format=torch.contiguous_format)
+    last, several = other.view(len(t), -1)[-1], t[0].numel() > 1
+    if t.dtype == torch.bool:
+        last[-1] = ~last[-1] if several or t.ndim == 1 else last[-1]
+    elif int(last[-1]) >= (1 if several else 2):  # no record has length zero
+        last[-1] -= 1
+    return other
+
+
+def _watched(inputs: tuple[Tensor, ...]) -> list[int]:
+    rows = inputs[0].shape[0]
+    return list(dict.fromkeys((0, rows - 1, rows // 2)))
+
+
+def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Tensor, ...]]]:
+    """(a row, how large the others are, the batch in which all but that row are others)."""
+    for place, row in enumerate(_watched(inputs)):
+        # whatever runs along the batch shows at one of its ends; the row between is for integers, which are not made up: the
+        # ends may hold the largest (lengths, say), which no other row can change
+        if place == 2 and all(t.is_floating_point() for t in inputs):
+            return
+        for scale in SCALES if place < 2 else SCALES[:1]:
+            yield row, scale, tuple(changed(t, scale, row) for t in inputs)
 
 
 def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> None:
     """Whatever a module remembers after a pass is what it remembers after any other."""
-    for name, t in _state(module):
+    for name, t in remembered(module):
         before = expected.get(name)
         if before is None or (not torch.equal(t, before) and not same([t], [before])):
             kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
@@ -88,27 +130,31 @@ def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> N
             )
 
 
-def _check_fewer(module: nn.Module, inputs: tuple[Tensor, ...], first: list[_Call], after: dict[str, Tensor]) -> None:
-    """Row 0 of every output, and all that is remembered, is the same with one record less: how many were drawn is as private as
-    who they are."""
+def _check_fewer(
+    module: nn.Module, inputs: tuple[Tensor, ...], first: Trace, after: dict[str, Tensor], start: Memory
+) -> None:
+    """The ends of every output, and all that is remembered, are the same with one record less: how many were drawn is as private
+    as who they are, and so is who came before whom."""
     rows = inputs[0].shape[0]
-    try:
-        second = _trace(module, tuple(t[:-1] if t.ndim and len(t) == rows else t for t in inputs))
-    except Exception:  # of a module for batches of one size: the first Poisson batch will tell
-        return
-    _check_state(module, after, "counts the records of each batch")
-    if module.training:  # with dropout other shapes draw other numbers
-        return
-    for (path, m, in_a, out_a), (_, _, in_b, out_b) in zip(first, second, strict=False):
-        # other kernels for other shapes round otherwise, in TF32 and 16 bits by a percent: a third less is more than that
-        if len(out_a) == len(out_b) and same(in_a, in_b) and not all(map(_alike, out_a, out_b, itertools.repeat(0.05))):
+    for place, row, part in ((0, 0, slice(None, -1)), (1, -1, slice(1, None))):
+        restore(module, start)
+        try:
+            second = trace(module, tuple(t[part] if t.ndim and len(t) == rows else t for t in inputs), [row])
+        except Exception:  # of a module for batches of one size: the first Poisson batch will tell
+            return
+        _check_state(module, after, "counts the records of each batch")
+        if second.random and (module.training or row):  # other shapes draw other numbers, and a later row always does
+            return
+        culprit = next((a for a, b in zip(first.calls, second.calls, strict=False) if not a.alike_in_fewer(b, place)), None)
+        if culprit is not None:
             raise MixesSamples(
-                f"{where(path, m)} mixes samples: its output for one record changes with how many records the batch has, so one "
-                "more moves the gradients of all others. Let it divide by a constant, not by the length of the batch."
+                f"{where(culprit.path, culprit.module)} mixes samples: its output for one record changes with how many records "
+                "the batch has, so one more moves the gradients of all others. Let it divide by a constant, not by the length of "
+                "the batch, and give no record a number by its place in it (positions count along time, dim 1)."
             )
 
 
-def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory, batch_first: bool) -> None:
+def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory, batch_first: bool) -> None:
     """Backwards: the gradient of one output row reaches each layer through that row alone, and whatever other rows hold."""
     from erlangen.gradients.attach import attach, detach, is_attached
 
@@ -137,76 +183,69 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: _Memory, b
 
 
 def _check_cotangents(
-    module: nn.Module, inputs: tuple[Tensor, ...], columns: list[int], watch: _Watch, start: _Memory
+    module: nn.Module, inputs: tuple[Tensor, ...], columns: list[int], watch: _Watch, start: Memory
 ) -> None:
-    """What comes back to row 0 of each layer is the same, whatever the other rows hold and whatever comes back to them."""
-    batches = [inputs, *(tuple(changed(t, scale) for t in inputs) for scale in SCALES)]
-    passes = (
-        _cotangents(module, batch, watch, start, partial(_others_times, scale), columns)
-        for scale, batch in zip((1.0, *SCALES), batches, strict=True)
-    )
-    if not _all_alike(passes):
-        raise MixesSamples(
-            "the gradient of one record changes with the other records on its way back through the module, so clipping it does "
-            "not bound their influence: a hook or an autograd function works on the whole batch (g / g.norm(), say). Let it "
-            "treat each row by itself, or take it out."
-        )
+    """What comes back to one row of each layer is the same, whatever the other rows hold and whatever comes back to them."""
+    own = _cotangents(module, inputs, watch, start, partial(_others_times, 1.0, 0), columns)
+    for row, scale, batch in _variants(inputs):
+        if not _alike_in(row, own, _cotangents(module, batch, watch, start, partial(_others_times, scale, row), columns)):
+            raise MixesSamples(
+                "the gradient of one record changes with the other records on its way back through the module, so clipping it "
+                "does not bound their influence: a hook or an autograd function works on the whole batch (g / g.norm(), say). "
+                "Let it treat each row by itself, or take it out."
+            )
 
 
 def _check_losses(
-    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: _Memory
+    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: Memory
 ) -> None:
-    """Where the module returns a loss of the whole batch: the gradient of row 0 is the same, whatever the other rows hold."""
+    """Where the module returns a loss of the whole batch: the gradient of one row is the same, whatever the other rows hold."""
     single = lambda t: isinstance(t, Tensor) and t.requires_grad and t.ndim == 0  # noqa: E731
     places = [k for k, column in enumerate(zip(*returned.values())) if all(map(single, column))]
     if not places:
         return
-    unused = tuple(_all_unused(t) for t in inputs)
-    batches = (inputs, *(tuple(changed(t, scale) for t in inputs) for scale in SCALES), unused)
-    if not _all_alike(_cotangents(module, batch, watch, start, lambda leaf: leaf, places) for batch in batches):
-        raise MixesSamples(
-            "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a mean "
-            "over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, and take "
-            "the mean over each record by itself; a term that is not trained on is returned detached."
-        )
+    unused = ((row, 1.0, tuple(_all_unused(t, row) for t in inputs)) for row in _watched(inputs))
+    own = _cotangents(module, inputs, watch, start, lambda leaf: leaf, places)
+    for row, _, batch in itertools.chain(_variants(inputs), unused):
+        if not _alike_in(row, own, _cotangents(module, batch, watch, start, lambda leaf: leaf, places)):
+            raise MixesSamples(
+                "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a "
+                "mean over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, "
+                "and take the mean over each record by itself; a term that is not trained on is returned detached."
+            )
 
 
-def _others_times(scale: float, leaf: Tensor) -> Tensor:
-    return leaf[0].sum() + scale * leaf[1:].sum()
+def _others_times(scale: float, row: int, leaf: Tensor) -> Tensor:
+    return scale * leaf.sum() + (1 - scale) * leaf[row].sum()
+
+
+#: of each layer, by row, what came back to those that are watched
+_Cotangents = list[dict[int, Tensor]]
 
 
 def _cotangents(
-    module: nn.Module, batch: tuple[Tensor, ...], watch: _Watch, start: _Memory, end: Callable[[Tensor], Tensor], places: list[int]
-) -> list[Tensor]:
-    """What comes back to row 0 of each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
-    _restore(module, start)
+    module: nn.Module, batch: tuple[Tensor, ...], watch: _Watch, start: Memory, end: Callable[[Tensor], Tensor], places: list[int]
+) -> _Cotangents:
+    """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
+    restore(module, start)
     torch.manual_seed(0)
-    watch.seen = []
-    leaves = tree_leaves(module(*batch))
+    watch.seen, watch.kept = [], _watched(batch)
+    leaves = tree_leaves(module(*own_copies(batch)))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
 
 
-def _all_alike(passes: Iterable[list[Tensor]]) -> bool:
-    own, *others = passes
-    return all(all(map(_alike, own, other)) for other in others)
+def _alike_in(row: int, own: _Cotangents, other: _Cotangents) -> bool:
+    return all(alike_if_padded(a[row], b[row]) for a, b in zip(own, other, strict=False))
 
 
-def _all_unused(t: Tensor) -> Tensor:
-    """Integers of which some are negative are no indices, but labels of which some are ignored: here all but those of row 0."""
+def _all_unused(t: Tensor, row: int) -> Tensor:
+    """Integers of which some are negative are no indices, but labels of which some are ignored: here all but those of ``row``."""
     if t.is_floating_point() or t.is_complex() or not t.numel() or t.dtype == torch.bool or int(t.min()) >= 0:
         return t
-    other = t.clone()
-    other[1:] = t.min()
+    other = torch.full_like(t, int(t.min()))
+    other[row] = t[row]
     return other
-
-
-def _alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
-    """Up to a share of the largest entry."""
-    if a.shape != b.shape or not a.numel():
-        return a.shape == b.shape
-    a, b = a.double(), b.double()
-    return torch.allclose(a, b, rtol=max(1e-3, of_largest), atol=of_largest * float(a.abs().max()), equal_nan=True)
 
 
 def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
@@ -217,11 +256,12 @@ def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
 
 
 class _Watch(Tape):
-    """A tape that objects to cotangents outside the row that was asked for; where none was, it keeps those of row 0."""
+    """A tape that objects to cotangents outside the row that was asked for; where none was, it keeps those of some rows."""
 
     row: int | None = 0
     rows_expected = 0
-    seen: list[Tensor]
+    kept: Sequence[int] = ()
+    seen: _Cotangents
 
     def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         self._look(cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
@@ -238,7 +278,7 @@ class _Watch(Tape):
                 "positional tables a batch dimension, e.g. positions.expand(len(x), -1)."
             )
         if self.row is None:
-            self.seen.append(by_row[0].detach().double())
+            self.seen.append({row: by_row[row].detach().clone() for row in self.kept})
             return
         others = by_row.detach().reshape(len(by_row), -1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
         others[self.row] = 0
@@ -272,8 +312,8 @@ def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
     modes = {m: m.training for m in module.modules()}
     module.eval()
     try:
-        with _untouched(module), torch.no_grad():
-            outs = [module(t) for t in (alone, beside)]
+        with untouched(module), torch.no_grad():
+            outs = [module(t.clone()) for t in (alone, beside)]
     except Exception:  # of a module that takes more than the first part of a batch: its own call will tell
         return
     finally:
@@ -290,92 +330,10 @@ def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
         )
 
 
-def changed(t: Tensor, scale: float = 2.0) -> Tensor:
-    """The same tensor with every row but the first replaced by other values of the same kind."""
-    if not t.ndim or t.shape[0] < 2:
+def changed(t: Tensor, scale: float = 2.0, row: int = 0) -> Tensor:
+    """The same tensor with every row but one replaced by other values of the same kind."""
+    if not t.ndim or t.shape[0] < 2 or t.shape[0] <= row:
         return t
-    other = t.clone()
-    other[1:] = t[:1] if not t.is_floating_point() else scale * torch.randn_like(t[1:]) + scale / 2
+    other = scale * torch.randn_like(t) + scale / 2 if t.is_floating_point() else t[[row]].expand_as(t).clone()
+    other[row] = t[row]
     return other
-
-
-def _trace(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[_Call]:
-    """(path, module, row 0 of its inputs, row 0 of its outputs) in order of completion, innermost first."""
-    seen: list[_Call] = []
-    rows = inputs[0].shape[0]
-    hooks = []
-    for path, m in module.named_modules():
-
-        def note(m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-            seen.append((path, m, _first_rows((args, kwargs), rows), _first_rows(out, rows)))
-
-        hooks.append(m.register_forward_hook(note, with_kwargs=True))
-    try:
-        torch.manual_seed(0)
-        with torch.no_grad():
-            module(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
-
-
-def _first_rows(tree: Any, rows: int) -> list[Tensor]:
-    return [t[0].clone() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
-        return False
-    return all(
-        torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True) for x, y in zip(a, b, strict=True)
-    )
-
-
-class _Memory(NamedTuple):
-    """All that a module remembers and its state_dict() shows."""
-
-    tensors: dict[str, Tensor]
-    #: what modules of the user's own keep beside parameters and buffers, by path
-    extra: dict[str, Any]
-
-
-@contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[_Memory]:
-    """Parameters, buffers and random states are as they were afterwards."""
-    extra = {path: copy.deepcopy(m.get_extra_state()) for path, m in _with_extra_state(module)}
-    start = _Memory({name: t.detach().clone() for name, t in _own(module)}, extra)
-    devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield start
-        finally:
-            _restore(module, start)
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_buffers()
-    yield from module.named_parameters()
-
-
-def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(path, m) for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-
-
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that a module remembers, in numbers under a name."""
-    yield from _own(module)
-    for path, m in _with_extra_state(module):
-        for k, leaf in enumerate(tree_leaves(m.get_extra_state())):
-            if isinstance(leaf, (Tensor, int, float)):
-                yield f"{path}.extra_state[{k}]".removeprefix("."), torch.as_tensor(leaf)
-
-
-def _restore(module: nn.Module, start: _Memory) -> None:
-    for name, t in _own(module):
-        if name in start.tensors and t.shape == start.tensors[name].shape:
-            t.data.copy_(start.tensors[name])
-        elif name in start.tensors:
-            t.data = start.tensors[name].clone()
-    for path, m in _with_extra_state(module):
-        m.set_extra_state(copy.deepcopy(start.extra[path]))

@@ -1,0 +1,61 @@
+"""All that a module remembers, so that an experiment can see it change and leave it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class Memory(NamedTuple):
+    """All that a module remembers and its state_dict() shows."""
+
+    tensors: dict[str, Tensor]
+    #: what modules of the user's own keep beside parameters and buffers, by path
+    extra: dict[str, Any]
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[Memory]:
+    """Parameters, buffers and random states are as they were afterwards."""
+    extra = {path: copy.deepcopy(m.get_extra_state()) for path, m in _with_extra_state(module)}
+    start = Memory({name: t.detach().clone() for name, t in _own(module)}, extra)
+    devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield start
+        finally:
+            restore(module, start)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_buffers()
+    yield from module.named_parameters()
+
+
+def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, m) for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+
+
+def remembered(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a module remembers, in numbers under a name."""
+    yield from _own(module)
+    for path, m in _with_extra_state(module):
+        for k, leaf in enumerate(tree_leaves(m.get_extra_state())):
+            if isinstance(leaf, (Tensor, int, float)):
+                yield f"{path}.extra_state[{k}]".removeprefix("."), torch.as_tensor(leaf)
+
+
+def restore(module: nn.Module, start: Memory) -> None:
+    for name, t in _own(module):
+        if name in start.tensors and t.shape == start.tensors[name].shape:
+            t.data.copy_(start.tensors[name])
+        elif name in start.tensors:
+            t.data = start.tensors[name].clone()
+    for path, m in _with_extra_state(module):
+        m.set_extra_state(copy.deepcopy(start.extra[path]))
