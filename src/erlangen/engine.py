@@ -12,6 +12,7 @@ be drawn by Poisson sampling for the accounting to be true.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,9 @@ class PrivacyEngine:
         return result
 
     def get_epsilon(self, delta: float, method: str | None = None) -> float:
-        """ε spent so far at this δ."""
+        """ε spent so far at this δ; ∞, with a warning that says why, where trainings of this engine protect different units."""
+        if why := self.accountant.mixed:
+            warnings.warn(f"ε = ∞: {why}", stacklevel=2)
         return self.accountant.epsilon(delta, method or self.method)  # type: ignore[arg-type]
 
     def event(self) -> DpEvent:

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from erlangen import joint, sharded
-from erlangen.accounting import Accountant
+from erlangen.accounting import Accountant, Protected
 from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
 from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
 from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_type
@@ -24,7 +24,7 @@ from erlangen.private import PrivateTraining
 from erlangen.probe import Form, fitting, forms
 from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
-from erlangen.sampling.records import refuse_mixing, refuse_repeats, refuse_sampler
+from erlangen.sampling.records import digest_of, refuse_mixing, refuse_repeats, refuse_sampler
 from erlangen.sampling.units import unit_labels
 from erlangen.workers import Workers
 
@@ -48,6 +48,8 @@ def prepare(
     parameters = _trainable(module, optimizer)
     dataset: Any = data_loader.dataset
     units = _units(dataset, unit)
+    protected = Protected(units.name, units.grouping(), digest_of(dataset))
+    accountant.require_agreement(protected)
     kind = PoissonSampler if poisson_sampling else ShuffledBatches
     assert data_loader.batch_size is not None
     sampler = kind(units.count, data_loader.batch_size * workers.count, seed, run_id, secure)
@@ -89,6 +91,7 @@ def prepare(
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
+    training.protected = protected
     training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce, workers)
     sampler.join(workers)
     if not workers.alone:

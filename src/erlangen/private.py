@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from erlangen import joint
-from erlangen.accounting import Accountant, sequence
+from erlangen.accounting import Accountant, Protected, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach
 from erlangen.gradients.pages import keep_pages
@@ -63,6 +63,8 @@ class PrivateTraining:
         self.workers = Workers() if workers is None else workers
         joint.refuse_unmerged(mechanism, self.workers)
         self.loader: PrivateLoader
+        #: whom its releases protect; None where that is written down elsewhere
+        self.protected: Protected | None = None
         #: called with the event before each release; a ledger writes here
         self.before_release: list[Callable[[DpEvent], None]] = []
         #: shown each physical batch before it is clipped: diagnostics that no guarantee covers
@@ -193,7 +195,7 @@ class PrivateTraining:
                 stacklevel=6,
             )
             self._planned = None
-        self.accountant.record(event)
+        self.accountant.record(event, protected=self.protected)
         for told in self.before_release:
             told(event)
 

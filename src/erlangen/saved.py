@@ -64,7 +64,7 @@ def load(path: str | os.PathLike[str], training: PrivateTraining, module: nn.Mod
             "accounted at the σ that it is made with",
             stacklevel=3,
         )
-    accountant.load_state_dict(state["accountant"])
+    accountant.load_state_dict(state["accountant"], training.protected)
     module.load_state_dict(state["module"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])

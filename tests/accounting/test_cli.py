@@ -12,6 +12,7 @@ import erlangen.accounting as acc
 from erlangen.accounting import certificate as cert
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.cli.main import app as application
+from erlangen.sampling import Units
 
 STEP = Release(acc.poisson(0.01, acc.gaussian(1.0)), 1.0, 1.0, 0.01, mechanism="iso")
 
@@ -99,6 +100,27 @@ def test_whoever_is_in_two_data_sets_has_spent_both(call, run_folder, tmp_path):
     said = call("account", run_folder, tmp_path / "patients.jsonl")
     assert "ε = ∞" in said.splitlines()[-2]
     assert "note: the runs protect different units (patient, record)" in said.splitlines()[-1]
+
+
+def test_runs_of_other_groupings_do_not_add_up(call, tmp_path):
+    """Both protect patients, and a patient of one is parts of several of the other: 20 steps of each were added up to 1.48."""
+    digests = {"a": Units(8, [0, 0, 1, 1, 2, 2, 3, 3]).digest(), "b": Units(8, [0, 1, 2, 3, 0, 1, 2, 3]).digest()}
+    digests["again"] = digests["a"]
+    for run, digest in digests.items():
+        with Ledger.create(tmp_path / f"{run}.jsonl", {"units": digest}, data="scans", run=run, unit="patient") as ledger:
+            ledger.spend(Release(acc.poisson(0.1, acc.gaussian(2.0)), unit="patient"), 20)
+    a, b, again = (tmp_path / f"{run}.jsonl" for run in digests)
+    assert call("account", a, again, "--json")["epsilon"]["pld"] == pytest.approx(1.48353, abs=1e-5)
+    for runs in ((a, b), (b, again, a)):
+        out = call("account", *runs, "--json")
+        assert out["epsilon"] == {"pld": "inf", "rdp": "inf"}
+        first, second = (run.stem for run in runs[:2])
+        assert f"the runs {first} and {second} put the records of data scans together" in out["data_sets"][0]["notes"][0]
+    with Ledger.create(tmp_path / "more.jsonl", {"units": digests["b"]}, data="more scans", run="more", unit="patient") as ledger:
+        ledger.spend(Release(acc.gaussian(5.0), unit="patient"))
+    both = call("account", a, tmp_path / "more.jsonl", "--json")
+    assert both["in_all"]["epsilon"]["pld"] < 5  # other records are put together in ways of their own
+    assert call("account", a, b, tmp_path / "more.jsonl", "--json")["in_all"]["epsilon"]["pld"] == "inf"
 
 
 def test_runs_are_priced_at_the_delta_they_were_trained_for(call, run_folder, tmp_path):

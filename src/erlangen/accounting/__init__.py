@@ -28,6 +28,7 @@ from .events import (
 )
 from .ledger import Ledger, read_ledger
 from .ledger_format import Book, LedgerError, NotALedger, Release
+from .protected import Protected
 
 __all__ = [
     "Accountant",
@@ -40,6 +41,7 @@ __all__ = [
     "Method",
     "Neighbouring",
     "NotALedger",
+    "Protected",
     "Release",
     "Spent",
     "certificate",

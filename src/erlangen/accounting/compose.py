@@ -54,16 +54,29 @@ class Spent:
     @property
     def mixed(self) -> str | None:
         """Why the runs do not add up, where they protect different units: one record can move the clipped gradient of its
-        patient by two bounds, so that what a run promises to patients it promises to no single record."""
-        if len(self.units) < 2:
-            return None
-        return (
-            f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a "
-            "part of it, nor to several together. Add up the runs of each unit by themselves"
-        )
+        patient by two bounds, so that what a run promises to patients it promises to no single record. Patients who have other
+        records in another run are other units, whatever they are called."""
+        if len(self.units) > 1:
+            return (
+                f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a "
+                "part of it, nor to several together. Add up the runs of each unit by themselves"
+            )
+        found: dict[str, Book] = {}
+        for book in self.books:
+            grouping, data = book.header.get("units"), book.data or UNKNOWN
+            if grouping is None or not book.steps:  # a ledger written by hand may not say who belongs together
+                continue
+            first = found.setdefault(data, book)
+            if first.header["units"] != grouping:
+                return (
+                    f"the runs {first.run} and {book.run} put the records of data {data} together in different ways, both by "
+                    f"{', '.join(self.units)}: what one promises to a unit the other promises to a part of it, or to parts of "
+                    "several. Add up the runs of each grouping by themselves"
+                )
+        return None
 
     def epsilon(self, delta: float, method: Method = "pld") -> float:
-        """ε of all runs together; ∞ where they protect different units."""
+        """ε of all runs together; ∞ where they protect different units, by name or by who belongs together."""
         return math.inf if self.mixed else epsilon(self.pairs(), delta, method, self.neighbouring)
 
 

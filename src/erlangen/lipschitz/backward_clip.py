@@ -57,6 +57,8 @@ class _Clip(torch.autograd.Function):
 class BackwardClip(LipschitzLayer):
     """Cotangents of norm ≤ ``bound`` go back. Costs no privacy: the bound is fixed."""
 
+    followed: tuple[str, ...] = ("bound", "rows")
+
     def __init__(self, bound: float, reduction: str = "mean") -> None:
         super().__init__()
         if not (math.isfinite(bound) and bound > 0):
@@ -91,6 +93,8 @@ class AdaptiveBackwardClip(BackwardClip):
     c ← c·exp(−rate·(b̃ − quantile)).
     The mechanism pays for it: with several such layers the gradient's multiplier is (σ⁻² − Σ(2·count_std)⁻²)^(−½).
     """
+
+    followed = ("bound", "rows", "count_std", "pending", "total")
 
     def __init__(
         self, bound: float, quantile: float = 0.9, rate: float = 0.2, count_std: float | None = None,

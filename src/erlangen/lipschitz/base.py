@@ -53,6 +53,9 @@ class Activation:
 class LipschitzLayer(nn.Module):
     """Defaults: no parameters, 1-Lipschitz, f(0) = 0, shape kept. Everything acts on each row of a batch separately."""
 
+    #: attributes that may move during training, because whoever uses the bounds follows them
+    followed: tuple[str, ...] = ()
+
     def jacobian_bound(self, x: Activation) -> float:
         """A bound on ‖∂f/∂x‖ over the ball of radius ``x.norm``."""
         return 1.0

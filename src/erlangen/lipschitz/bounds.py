@@ -19,6 +19,7 @@ from torch import nn
 from erlangen.lipschitz.base import MARGIN, ROUNDOFF, Activation
 from erlangen.lipschitz.compose import Sequential
 from erlangen.lipschitz.inputs import BoundedInput
+from erlangen.lipschitz.watch import refuse_strangers
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def require_network(module: nn.Module) -> Sequential:
     if not len(module) or not isinstance(module[0], BoundedInput):
         first = type(module[0]).__name__ if len(module) else "nothing"
         raise ValueError(f"the network begins with {first}: its first layer must be BoundedInput, to bound the inputs")
+    refuse_strangers(module)
     return module
 
 

@@ -9,7 +9,7 @@ pass lands on them and nothing else does. The *gate* behind the logits sees each
    as their projection left them (somebody wrote to ``.data``): then the bounds do not hold, and the release is noise alone.
 Backpropagation is linear in the cotangent, so what arrives at the parameters is Σ over owners of the mean over their
 rows: at most Δ_d from each owner. The gate is the only way in: what comes back to a layer by another one (a loss on features
-that a hook has caught) has no bound, and is an error.
+that a layer has kept) has no bound, and is an error.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _Gate(torch.autograd.Function):
 
 
 _AROUND = (
-    "a gradient reached a layer by another way than the logits: part of the loss is computed from features inside the network (a "
-    "forward hook, say), for which no sensitivity is certified. Compute the loss from the logits alone, or train with a mechanism "
-    "that clips"
+    "a gradient reached a layer by another way than the logits: part of the loss is computed from features inside the network "
+    "(that a layer has kept, say), for which no sensitivity is certified. Compute the loss from the logits alone, or train with a "
+    "mechanism that clips"
 )
 
 
@@ -72,8 +72,8 @@ class Recorder(Tape):
     _inside = False
 
     def __init__(
-        self, plain: Tape, loss_constant: float, before_forward: Callable[[], Tensor], intact: Callable[[Tensor], Tensor],
-        mode: str = "autograd",
+        self, plain: Tape, loss_constant: Callable[[], float], before_forward: Callable[[], Tensor],
+        intact: Callable[[Tensor], Tensor], mode: str = "autograd",
     ) -> None:  # fmt: skip
         strategy = "norms-first" if mode == "pieces" else plain.strategy
         super().__init__(plain.parameters, "sum", strategy, plain.batch_first)
@@ -176,7 +176,7 @@ class Recorder(Tape):
         precise = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))  # rounded once, at the end
         # what a mean divided by is put back after the cut: n·limited(c, L/n) is limited(n·c, L)
         count = max(cotangent.shape[0], 1) if self.reduction == "mean" else 1
-        return limited(precise, self.loss_constant / count, share * count)[0].to(cotangent.dtype)
+        return limited(precise, self.loss_constant() / count, share * count)[0].to(cotangent.dtype)
 
     def _rows_of(self, count: int, device: torch.device) -> RowMap:
         """Rows of one owner are summed: the gate has applied their shares."""

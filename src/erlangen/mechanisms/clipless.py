@@ -33,6 +33,7 @@ from erlangen.lipschitz.bounds import Sensitivities, backpropagate_bounds, outpu
 from erlangen.lipschitz.losses import loss_constant, make_loss
 from erlangen.lipschitz.projection import Projector
 from erlangen.lipschitz.recorder import Recorder, SummedGradients
+from erlangen.lipschitz.watch import Watch
 from erlangen.mechanisms.base import Context, Mechanism, known_options, register_mechanism, unmoved
 from erlangen.mechanisms.noise import NoiseSource
 
@@ -150,12 +151,13 @@ class Clipless(Mechanism):
             raise ValueError(
                 "the parameters lie on several devices; clipless keeps their sum as one vector on one device"
             )
+        self._watch = Watch(self.network)  # as its weights were projected and its bounds are computed
         self._settle()
         self._reset()
 
     def _settle(self) -> None:
         """Bounds and noise for the σ and the thresholds of this moment."""
-        self._settled = self._moment()
+        self._settled, self._gate = self._moment(), self.loss_constant
         bounds = self.bounds
         sigma = self.gradient_multiplier(self.noise_multiplier)
         self._stds, self._delta = noise_split(bounds, sigma, self.split), dict(bounds)
@@ -168,17 +170,48 @@ class Clipless(Mechanism):
         #: the shapes of the released parts; they hold nothing
         self._templates = [torch.empty(shape, device="meta") for shape in self.shapes.values()]
 
-    def _moment(self) -> tuple[float, list[float]]:
-        """What may move between two steps: σ, and the thresholds on the way back."""
-        return self.noise_multiplier, [layer.bound for layer in self.cutting]
+    def _moment(self) -> tuple[float, list[float], list[float | None]]:
+        """What may move between two steps: σ, the thresholds on the way back, and the noise of their counts."""
+        return self.noise_multiplier, self._thresholds(), [layer.count_std for layer in self.adaptive]
+
+    def _thresholds(self) -> list[float]:
+        return [layer.bound for layer in self.cutting]
+
+    def _require_as_bounded(self) -> None:
+        """The network is the one that bounds and noise were made for: nothing without a bound is in it, and nothing that a bound
+        is computed from has moved. Other attributes may: a layer of the user's own may count its calls."""
+        if strangers := self._watch.strangers():
+            raise RuntimeError(strangers)
+        if not (moved := self._watch.moved()):
+            return
+        now, then = self._thresholds(), self._settled[1]
+        try:
+            self._cut_back_at(then)
+            same = dict(self.bounds) == self._delta
+        finally:
+            self._cut_back_at(now)
+        if not same:
+            raise RuntimeError(
+                f"the noise is made for bounds that hold no more, since {'; '.join(moved[:3])} moved. Set it back, or call "
+                "engine.remove() and make_private with the network as it is now"
+            )
+        self._watch = Watch(self.network)
+
+    def _cut_back_at(self, thresholds: list[float]) -> None:
+        for layer, bound in zip(self.cutting, thresholds, strict=True):
+            layer.bound = bound
 
     def _follow(self) -> None:
+        self._require_as_bounded()
+        self._settle_anew()
+
+    def _settle_anew(self) -> None:
         if self._settled != self._moment():
             self._settle()
 
     def _require_one_threshold(self) -> None:
         """All parts of a logical batch are cut where its noise is made for."""
-        self._cut_at = unmoved(self._cut_at, self._moment()[1], "what backward clips cut at")
+        self._cut_at = unmoved(self._cut_at, self._thresholds(), "what backward clips cut at")
 
     def _reset(self) -> None:
         self._cut_at = None
@@ -190,16 +223,18 @@ class Clipless(Mechanism):
     def recorder(self, tape: Tape) -> Recorder:
         """What records a backward pass for this mechanism, in place of a per-sample tape."""
         mode = "backstop" if self.backstop else "pieces" if self.precision == "bf16" else "autograd"
-        return Recorder(tape, self.loss_constant, self.before_forward, self.projector.intact, mode)
+        return Recorder(tape, lambda: self._gate, self.before_forward, self.projector.intact, mode)
 
     def before_forward(self) -> Tensor:
         """Weights inside their constraints, products in no lower precision than the bounds were made for; the weights."""
+        self._require_as_bounded()
         self.projector.ensure()
         precisions.require(self.precision, self.device)
         return self.projector.flat()
 
     def after_step(self) -> None:
         """Post-processing of the private update: project."""
+        self._require_as_bounded()
         self.projector()
 
     def accumulate(self, gradients: PerSampleGradients) -> None:
@@ -250,7 +285,7 @@ class Clipless(Mechanism):
             count = torch.tensor([layer.total], dtype=torch.float64)
             std = layer.count_std if self.noise_multiplier > 0 else None
             layer.update(float(count if std is None else self.noise.perturb(count, std)), expected_batch)
-        self._follow()
+        self._settle_anew()
         self._reset()
         return released
 
@@ -264,6 +299,7 @@ class Clipless(Mechanism):
         for layer, bound in zip(self.adaptive, state["thresholds"], strict=True):
             layer.bound = float(bound)
         if self.shapes:
+            self._require_as_bounded()
             self._settle()
 
     def describe(self) -> dict[str, Any]:

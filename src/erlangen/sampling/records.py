@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import random
 import warnings
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
+
+from erlangen.sampling.origins import is_joined, origins
 
 
 def refuse_sampler(loader: DataLoader) -> None:
@@ -30,12 +33,9 @@ def refuse_sampler(loader: DataLoader) -> None:
 
 def refuse_repeats(dataset: Any, unit: Sequence[Any] | None) -> None:
     """A record that stands in the data set k times would add k clipped gradients: its copies must be one unit of privacy."""
-    if not isinstance(dataset, (Subset, ConcatDataset)):
+    if not is_joined(dataset):
         return
-    whose, place = _origins(dataset)
-    _, first, of_row, counts = np.unique(
-        np.stack([whose, place]), axis=1, return_index=True, return_inverse=True, return_counts=True
-    )
+    _, first, of_row, counts = np.unique(origins(dataset), return_index=True, return_inverse=True, return_counts=True)
     of_row = of_row.reshape(-1)
     if unit is not None and len(unit) == len(of_row):
         _, labels = np.unique(np.asarray(unit), return_inverse=True)
@@ -49,30 +49,24 @@ def refuse_repeats(dataset: Any, unit: Sequence[Any] | None) -> None:
         row = int(first[counts.argmax()])
     raise ValueError(
         f"record {row} stands in the data set {int(counts[of_row[row]])} times (a Subset that repeats an index, or joined sets "
-        "that overlap) and would add as many clipped gradients. Keep one of each, or give all its copies one label: unit=[…]"
+        "that overlap, perhaps under other transforms) and would add as many clipped gradients. Keep one of each, or give all its "
+        "copies one label: unit=[…]"
     )
-
-
-def _origins(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Of every row: which data set it is from in the end, and its place there."""
-    if isinstance(dataset, Subset):
-        whose, place = _origins(dataset.dataset)
-        rows = np.asarray([int(k) for k in dataset.indices], dtype=np.int64)
-        return whose[rows], place[rows]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_origins(part) for part in dataset.datasets]
-        return np.concatenate([whose for whose, _ in parts]), np.concatenate([place for _, place in parts])
-    return np.full(len(dataset), id(dataset), dtype=np.int64), np.arange(len(dataset))
 
 
 def layout_of(dataset: Any) -> Any:
     """Which records a data set has, as far as indices and lengths say it."""
     if isinstance(dataset, Subset):
         rows = np.asarray([int(k) for k in dataset.indices], dtype=np.int64)
-        return hash(rows.tobytes()), layout_of(dataset.dataset)
+        return hashlib.sha256(rows.tobytes()).hexdigest(), layout_of(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return tuple(map(layout_of, dataset.datasets))
     return len(dataset)
+
+
+def digest_of(dataset: Any) -> str:
+    """Of the layout; equal in every process. Nothing is read for it, and data sets of equal length count as the same."""
+    return hashlib.sha256(repr(layout_of(dataset)).encode()).hexdigest()
 
 
 def require_layout(dataset: Any, before: Any) -> None:

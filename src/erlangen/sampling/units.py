@@ -44,6 +44,14 @@ class Units:
         """Equal exactly if the same rows belong together."""
         return hashlib.sha256(b"" if self._of_row is None else self._of_row.numpy().tobytes()).hexdigest()
 
+    def grouping(self) -> str:
+        """As `digest`, whatever the labels are: they may be spelt otherwise, or be different for every record."""
+        if self._of_row is None or self.count == self.rows:
+            return hashlib.sha256(b"").hexdigest()
+        of_row = self._of_row.numpy()
+        _, first, number = np.unique(of_row, return_index=True, return_inverse=True)
+        return hashlib.sha256(first[number.reshape(-1)].astype(np.int64).tobytes()).hexdigest()
+
     def rows_of(self, units: Tensor) -> list[Tensor]:
         """The rows of each of these units."""
         if self._order is None or self._start is None:

@@ -1,0 +1,48 @@
+"""Whom a release protects: releases that protect different units do not add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .events import EventError
+
+
+@dataclass(frozen=True)
+class Protected:
+    """``unit``: what one is called. ``grouping``: a digest of who belongs together. ``data``: one of which records there are."""
+
+    unit: str
+    grouping: str
+    data: str
+
+    def agrees(self, other: Protected) -> bool:
+        """On the same records units are who belongs together, whatever they are called; on others only names can be compared."""
+        return self.grouping == other.grouping if self.data == other.data else self.unit == other.unit
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(obj: Any) -> Protected:
+        keys = ("unit", "grouping", "data")
+        if not isinstance(obj, Mapping) or any(not isinstance(obj.get(key), str) for key in keys):
+            raise EventError(f"whom a release protects is said by {', '.join(keys)}; found {str(obj)[:60]!r}")
+        return Protected(*(obj[key] for key in keys))
+
+
+def mixed(everybody: Iterable[Protected]) -> str | None:
+    """Why releases that protect these do not add up; None if they do."""
+    found = list(everybody)
+    for k, one in enumerate(found):
+        other = next((p for p in found[:k] if not p.agrees(one)), None)
+        if other is None:
+            continue
+        same = one.unit == other.unit
+        units = f"the same records, put together into other units ({one.unit})" if same else f"a {other.unit}, then a {one.unit}"
+        return (
+            f"releases protect {units}: what they promise to a unit they do not promise to a part of it, nor to several together. "
+            "Train each on an engine (accountant) of its own: each ε then holds for its own unit"
+        )
+    return None

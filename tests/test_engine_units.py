@@ -1,0 +1,155 @@
+"""Trainings of one engine add up where they protect the same units, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from erlangen import PrivacyEngine
+from erlangen.accounting import Accountant, EventError, Protected, accountant, epsilon, gaussian, poisson
+from erlangen.sampling import Units
+
+X = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+#: four records each, put together in two ways
+PATIENTS, OTHERS = [k // 4 for k in range(400)], [k % 100 for k in range(400)]
+STEPS = 20
+
+
+class Scans(TensorDataset):
+    patient = PATIENTS
+
+
+def private(engine, unit, data=None):
+    net = nn.Linear(4, 2)
+    data = TensorDataset(X, Y) if data is None else data
+    batch = 40 if unit is None else 10  # a tenth of the units either way
+    return engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), data_loader=DataLoader(data, batch_size=batch),
+        noise_multiplier=2.0, max_grad_norm=1.0, unit=unit,
+    )  # fmt: skip
+
+
+def steps(model, optimizer, loader, count=STEPS):
+    done = 0
+    while done < count:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            done += 1
+            if done == count:
+                break
+
+
+def spent(count):
+    return epsilon([(poisson(0.1, gaussian(2.0)), count)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (None, PATIENTS, "a record, then a group"),
+        (PATIENTS, None, "a group, then a record"),
+        (PATIENTS, OTHERS, "put together into other units"),
+    ],
+    ids=["records, patients", "patients, records", "patients, others"],
+)
+def test_a_training_that_protects_other_units_is_refused(first, second, words):
+    engine = PrivacyEngine()
+    steps(*private(engine, first))
+    engine.remove()
+    with pytest.raises(EventError, match=f"20 releases were recorded before.*{words}.*an engine .* of its own"):
+        private(engine, second)
+    assert engine.get_epsilon(1e-5) == pytest.approx(spent(STEPS))
+    steps(*private(engine, first))  # and one that protects the same adds up
+    assert engine.get_epsilon(1e-5) == pytest.approx(spent(2 * STEPS))
+
+
+def test_adding_them_up_would_say_too_little(monkeypatch):
+    """The broken twin: a record turns its patient's clipped mean around, which is two bounds, and the sum knows of one."""
+    monkeypatch.setattr(accountant, "mixed", lambda everybody: None)
+    engine = PrivacyEngine()
+    steps(*private(engine, None))
+    engine.remove()
+    steps(*private(engine, PATIENTS))
+    patients_alone = epsilon([(poisson(0.1, gaussian(1.0)), STEPS)], 1e-5)
+    assert engine.get_epsilon(1e-5) == pytest.approx(1.484, abs=1e-3)
+    assert patients_alone > 3.5
+
+
+def test_trainings_side_by_side_that_protect_different_units_have_no_epsilon():
+    engine = PrivacyEngine()
+    records, patients = private(engine, None), private(engine, PATIENTS)  # nothing was released yet
+    steps(*records, count=2)
+    assert engine.get_epsilon(1e-5) < 1
+    steps(*patients, count=2)
+    with pytest.warns(UserWarning, match="ε = ∞: releases protect a record, then a group"):
+        assert engine.get_epsilon(1e-5) == math.inf
+    assert engine.accountant.epsilon(1e-5) == math.inf
+
+
+def test_units_are_who_belongs_together_whatever_they_are_called():
+    engine = PrivacyEngine()
+    steps(*private(engine, PATIENTS), count=1)
+    engine.remove()
+    steps(*private(engine, [f"id-{(7 * p) % 100}" for p in PATIENTS]), count=1)  # the same patients under other ids
+    engine.remove()
+    steps(*private(engine, "patient", Scans(X, Y)), count=1)
+    assert engine.get_epsilon(1e-5) < 1
+    every = Units(6, list("fedcba"))
+    assert every.grouping() == Units(6).grouping() != Units(6, list("aabbcc")).grouping()
+
+
+def test_other_records_of_units_of_the_same_name_add_up():
+    """Folds of one data set: each training has other records, and patients are patients."""
+    engine, labels = PrivacyEngine(), torch.tensor(PATIENTS)
+    for fold in range(2):
+        rows = [k for k in range(400) if k % 2 == fold]
+        steps(*private(engine, labels[rows].tolist(), Subset(TensorDataset(X, Y), rows)), count=1)
+        engine.remove()
+    assert engine.get_epsilon(1e-5) < 1
+    with pytest.raises(EventError, match="a group, then a record"):
+        private(engine, None)
+
+
+def test_a_checkpoint_keeps_whom_its_releases_protect(tmp_path):
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, None)
+    steps(model, optimizer, loader, count=2)
+    engine.save_checkpoint(path=tmp_path / "c", optimizer=optimizer)
+    same, other = PrivacyEngine(), PrivacyEngine()
+    _, optimizer, _ = private(same, None)
+    same.load_checkpoint(path=tmp_path / "c", optimizer=optimizer)
+    assert same.accountant.steps == 2
+    same.remove()
+    with pytest.raises(EventError, match="a record, then a group"):
+        private(same, PATIENTS)
+    net, optimizer, _ = private(other, PATIENTS)
+    before = net.weight.detach().clone()
+    with pytest.raises(EventError, match="a record, then a group"):
+        other.load_checkpoint(path=tmp_path / "c", optimizer=optimizer)
+    assert torch.equal(net.weight, before)
+    assert other.accountant.steps == 0
+
+
+def test_states_say_whom_releases_protect_or_nothing():
+    counting, event = Accountant(), gaussian(1.0)
+    counting.record(event, protected=Protected("record", "a", "data"))
+    state = counting.state_dict()
+    loaded = Accountant()
+    loaded.load_state_dict(state)
+    loaded.record(event, protected=Protected("patient", "b", "data"))
+    assert loaded.epsilon(1e-5) == math.inf
+    assert counting.mixed is None
+    older = Accountant()
+    older.load_state_dict({key: value for key, value in state.items() if key != "protected"})
+    older.record(event, protected=Protected("patient", "b", "data"))
+    assert older.epsilon(1e-5) < 10
+    with pytest.raises(EventError, match="whom a release protects"):
+        Accountant().load_state_dict({**state, "protected": [{"unit": "record"}]})
