@@ -110,26 +110,38 @@ def interval(differences: list[float]) -> str:
     return f"{mean(differences):+.1f} ± {width:.1f}"
 
 
+def gains(starts: dict[str, dict[float, dict[int, float]]], rates: dict[str, float]) -> list[float]:
+    """Prior − fresh, seed by seed, each start at its rate."""
+    fresh, prior = (starts[start].get(rates[start], {}) for start in STARTS)
+    return [prior[seed] - fresh[seed] for seed in sorted(set(fresh) & set(prior))]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Each start at the rate that is best for it, and what the prior gains there and at the rates that a training chooses."""
+    """Each start at the rate that is best for it, and what the prior gains there and where both have half the usual rate.
+
+    The last line is the mean over the lines above it, with an interval over them.
+    """
     units = {row["data"]: row["units"] for row in rows}
     lines = [
         "| data | N | ε | fresh | rate | prior | rate | gain, both at their best | gain, both at half the rate | seeds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    every: list[tuple[float, float]] = []
     for (data, epsilon), starts in sorted(by_rate(rows).items(), key=lambda item: (units[item[0][0]], item[0])):
         if set(starts) != set(STARTS):
             continue
         chosen = {start: best(rates) for start, rates in starts.items()}
         fresh, prior = (starts[start][chosen[start]] for start in STARTS)
-        seeds = sorted(set(fresh) & set(prior))
-        half = [starts["prior"][0.5][s] - starts["fresh"][0.5][s] for s in seeds]
+        own, half = gains(starts, chosen), gains(starts, dict.fromkeys(STARTS, 0.5))
+        every.append((mean(own), mean(half)))
         cells = [
             data, f"{units[data]:,}", f"{epsilon:g}", f"{mean(fresh.values()):.1f}", f"{chosen['fresh']:g}",
-            f"{mean(prior.values()):.1f}", f"{chosen['prior']:g}", interval([prior[s] - fresh[s] for s in seeds]), interval(half),
-            str(len(seeds)),
+            f"{mean(prior.values()):.1f}", f"{chosen['prior']:g}", interval(own), interval(half), str(len(own)),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    if len(every) > 1:
+        ends = " | ".join(interval(list(column)) for column in zip(*every, strict=True))
+        lines.append(f"| **all {len(every)}** | | | | | | | {ends} | |")
     return "\n".join(lines)
 
 

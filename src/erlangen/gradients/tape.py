@@ -7,7 +7,6 @@ once: per owner where that is cheaper, else as norms and one weighted sum.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.bundle import Bundle
+from erlangen.gradients.means import PrivateMeans
 from erlangen.gradients.pieces import Dense, Piece, Weight
-from erlangen.gradients.precision import exact_float32, few_bits, no_ten_bits, rounds_products
+from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rows import RowMap
 
 STRATEGIES = ("auto", "materialise", "norms-first")
@@ -30,12 +30,6 @@ _LATECOMER = (
 _OTHER_BATCH = (
     "another batch was drawn between the forward and the backward pass, so whose rows these are is not known. Call backward() "
     "and optimizer.step() before the next batch is drawn."
-)
-
-_ROUNDED_MEAN = (
-    "loss_reduction is 'mean' and gradients are {how}: a mean divides by how many rows were drawn, so that one record more or "
-    "less rounds the gradients of all others anew, by far more than a clipping bound in large batches. Let the loss add up "
-    "(reduction='sum') and say so: loss_reduction='sum'."
 )
 
 Pieces = Callable[[tuple[Tensor, ...], Tensor, int], Iterable[tuple[Tensor, Piece]]]
@@ -163,7 +157,7 @@ class _Use:
         self.batch = tape.batch
 
 
-class Tape:
+class Tape(PrivateMeans):
     """Collects the per-owner gradients of a model's trainable parameters over one backward pass.
 
     ``rows`` says whose rows the next batch holds (one record per row unless told otherwise); ``metric`` is the
@@ -191,9 +185,6 @@ class Tape:
         self.blind = False
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._ignored: set[int] = set()
-        #: whether the bits of cotangents were looked at once, in a batch of a size that no power of two hides
-        self._looked_at_bits = False
-        self._exact: contextlib.ExitStack | None = None
         #: how many batches were announced, and which of them the last forward pass was for
         self.batch, self.seen_forward = 0, -1
         #: how many logical batches began: between two of them the weights may have been written to in any way
@@ -221,9 +212,7 @@ class Tape:
         self._derived: list[tuple[Tensor, Piece]] = []
         self._seen: RowMap | None = None
         self._scheduled = self.complete = False
-        #: how cotangents are rounded on their way back, if they are
-        self._rounded: str | None = None
-        self._leave_exact()
+        self._forget_rounding()
 
     def batch_dim(self, x: Tensor, inner: int = 1) -> int:
         """Where the batch is in a tensor with ``inner`` feature dimensions: dimension 1 of a time-major sequence."""
@@ -303,61 +292,6 @@ class Tape:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._enter_exact()
 
-    def _enter_exact(self) -> None:
-        """From here back: TF32 would round c/B, too."""
-        if self.averaged and self._exact is None:
-            self._exact = contextlib.ExitStack()
-            self._exact.enter_context(no_ten_bits())
-
-    def _leave_exact(self) -> None:
-        if self._exact is not None:
-            self._exact.close()
-            self._exact = None
-
-    @property
-    def averaged(self) -> bool:
-        """Whether cotangents are divided by a number of rows that is private."""
-        padded = self.rows is not None and self.rows.valid is not None
-        return self.private_sizes and self._reduction == "mean" and not padded
-
-    @property
-    def _reduction(self) -> str:
-        """Of the user's loss."""
-        return self.loss_reduction
-
-    def _refuse_rounded(self, cotangent: Tensor) -> None:
-        """A 16-bit cotangent of a mean is c/B rounded to eight bits or so: it depends on B, and B on every record."""
-        how = _word(cotangent.dtype) if cotangent.element_size() == 2 else self._rounded
-        if how is not None and self.averaged:
-            raise RuntimeError(_ROUNDED_MEAN.format(how=how))
-
-    def _note_rounding(self, module: nn.Module | None, x: Tensor) -> None:
-        """Autocast, or 16-bit parameters of ``module``: what goes forward here comes back in so many bits."""
-        kind = x.device.type
-        if not self.averaged or not torch.is_grad_enabled():
-            return
-        if torch.is_autocast_enabled(kind):
-            self._rounded = f"rounded to {_word(torch.get_autocast_dtype(kind))} on their way (autocast)"
-        for parameter in () if module is None else module.parameters():
-            if parameter.element_size() == 2:
-                self._rounded = f"rounded to {_word(parameter.dtype)} in {type(module).__name__}"
-
-    def pass_frozen(self, module: nn.Module, inputs: Iterable[Any], out: Any) -> None:
-        """A layer without trainable parameters takes part: cotangents that come back through it are rounded as it rounds."""
-        moving = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad] if self.averaged else []
-        if moving:
-            self._note_rounding(module, moving[0])
-            if rounds_products(moving[0].device):  # before the first tap: nobody has said otherwise yet
-                self._rounded = f"rounded in products of a frozen {type(module).__name__} (TF32 or less)"
-            if not self._looked_at_bits and isinstance(out, Tensor) and out.requires_grad:
-                out.register_hook(self._look_at_bits)
-
-    def _look_at_bits(self, cotangent: Tensor) -> None:
-        """In one batch: whether a loss rounds what it sends back (``criterion(out.bfloat16().float(), y)``)."""
-        n = cotangent.shape[0] if self._seen is None else self._seen.rows
-        if self.averaged and not self._looked_at_bits and n & (n - 1) and few_bits(cotangent):
-            raise RuntimeError(_ROUNDED_MEAN.format(how="rounded to 16 bits on their way"))
-
     def _choose(self, name: str, piece: Piece) -> Piece:
         """Form the gradients now where that is cheaper; elsewhere keep what they are made of."""
         if isinstance(piece, Dense) or self.strategy == "norms-first":
@@ -392,8 +326,7 @@ class Tape:
                     self._pieces.setdefault(self._names[id(leaf)], []).append(Dense(g))
         self._derived.clear()
         self._leave_exact()
-        n = 0 if self._seen is None else self._seen.rows
-        self._looked_at_bits |= bool(n & (n - 1))
+        self._have_looked()
         self.complete = True
 
     def gradients(self) -> PerSampleGradients:
@@ -411,10 +344,6 @@ class Tape:
         self.clear()
         self.rows = None
         return result
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _joined(uses: list[Piece]) -> Piece:
