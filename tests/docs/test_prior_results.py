@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import mean
 
@@ -39,3 +40,9 @@ def test_what_the_page_says_of_the_gains():
     own = {key: mean(prior.gains(starts, {s: prior.best(r) for s, r in starts.items()})) for key, starts in found.items()}
     assert all(value > 0 for value in own.values()), "the page says: in every one of them"
     assert len(own) == 10
+
+
+def test_the_readme_says_what_the_table_says():
+    found = re.search(r"[+-][0-9.]+ ± [0-9.]+", prior.table(runs()).splitlines()[-1])
+    assert found is not None
+    assert f"| {found[0]} points, mean of ten" in (ROOT / "README.md").read_text()

@@ -48,7 +48,7 @@ class _Functional(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         run: _Run = ctx.run
-        run.tape._enter_exact()  # what is pulled back is a product, too
+        run.tape._enter_exact(run.inputs()[0].device)  # what is pulled back is a product, too
         per_row, inputs = run.pullback(cotangents)
         run.tape._capture_rows({run.parameters[k]: g for k, g in per_row.items()}, run.rows, run.batch)
         return (None, *inputs, *[None] * len(run.parameters))

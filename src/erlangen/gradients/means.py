@@ -41,9 +41,14 @@ class PrivateMeans:
         self._rounded = None
         self._leave_exact()
 
-    def _enter_exact(self) -> None:
-        """From here back: TF32 would round c/B, too."""
-        if self.averaged and self._exact is None:
+    def _enter_exact(self, device: torch.device) -> None:
+        """From here back products are those of float32: TF32, a GPU's usual way, would round c/B, too. On a CPU fewer bits are
+        somebody's wish, and refused."""
+        if not self.averaged or not rounds_products(device):
+            return
+        if device.type != "cuda":
+            self._rounded = "rounded in products of fewer bits (torch.set_float32_matmul_precision is not 'highest')"
+        elif self._exact is None:
             self._exact = contextlib.ExitStack()
             self._exact.enter_context(no_ten_bits())
 
@@ -51,6 +56,9 @@ class PrivateMeans:
         if self._exact is not None:
             self._exact.close()
             self._exact = None
+
+    def __del__(self) -> None:  # a backward pass broke off, and nobody came back
+        self._leave_exact()
 
     @property
     def averaged(self) -> bool:
@@ -67,6 +75,7 @@ class PrivateMeans:
         """A 16-bit cotangent of a mean is c/B rounded to eight bits or so: it depends on B, and B on every record."""
         how = _word(cotangent.dtype) if cotangent.element_size() == 2 else self._rounded
         if how is not None and self.averaged:
+            self._leave_exact()
             raise RuntimeError(_ROUNDED_MEAN.format(how=how))
 
     def _note_rounding(self, module: nn.Module | None, x: Tensor) -> None:
@@ -94,6 +103,7 @@ class PrivateMeans:
         """In one batch: whether a loss rounds what it sends back (``criterion(out.bfloat16().float(), y)``)."""
         n = cotangent.shape[0] if self._seen is None else self._seen.rows
         if self.averaged and not self._looked_at_bits and n & (n - 1) and few_bits(cotangent):
+            self._leave_exact()
             raise RuntimeError(_ROUNDED_MEAN.format(how="rounded to 16 bits on their way"))
 
     def _have_looked(self) -> None:

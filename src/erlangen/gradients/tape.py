@@ -239,6 +239,8 @@ class Tape(PrivateMeans):
     def _capture(self, use: _Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         if use.batch != self.batch:
             raise RuntimeError(_OTHER_BATCH)
+        if not self._scheduled:
+            self._enter_exact(cotangent.device)
         self._begin()
         self._refuse_rounded(cotangent)
         self._look_at_bits(cotangent)
@@ -290,7 +292,6 @@ class Tape(PrivateMeans):
         if not self._scheduled:
             self._scheduled = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._enter_exact()
 
     def _choose(self, name: str, piece: Piece) -> Piece:
         """Form the gradients now where that is cheaper; elsewhere keep what they are made of."""

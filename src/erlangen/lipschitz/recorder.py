@@ -170,6 +170,7 @@ class Recorder(Tape):
                 "two forward passes took part in one step: each record may contribute once. Give all rows to one call "
                 "of the network (views of a record belong into its row map), and call backward() once per step."
             )
+        self._enter_exact(cotangent.device)
         self._begin()
         self._refuse_rounded(cotangent)
         self._leaves, self._owners = leaves, owners
