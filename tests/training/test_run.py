@@ -446,19 +446,3 @@ def test_a_read_only_folder_is_a_clear_error(tmp_path, monkeypatch):
         run.resume(folder)
     monkeypatch.undo()
     assert read_ledger(folder / "ledger.jsonl").steps == 4
-
-
-def test_what_a_replaced_run_spent_is_said(tmp_path):
-    said: list[str] = []
-    first = run.train(SMALL, tmp_path / "run", say=said.append)
-    assert not any("replaced" in words for words in said)
-    run.train(SMALL, tmp_path / "run", overwrite=True, say=said.append)
-    (words,) = [words for words in said if "replaced" in words]
-    spent = first.summary["guarantee"]["epsilon"]["pld"]
-    shown = float(words.split("ε = ")[1].split(" ")[0])
-    assert spent <= shown < 1.001 * spent
-
-
-def test_an_infinite_target_is_named_before_the_records_are_read(monkeypatch):
-    with pytest.raises(ConfigError, match="epsilon is inf; give a finite"):
-        dataclasses.replace(SMALL, epsilon=float("inf"))

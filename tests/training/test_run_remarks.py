@@ -1,0 +1,27 @@
+"""What a run says before it begins: what was spent where it is written, and values that cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from erlangen.training import run
+from erlangen.training.config import ConfigError
+from tests.training.test_run import SMALL
+
+
+def test_what_a_replaced_run_spent_is_said(tmp_path):
+    said: list[str] = []
+    first = run.train(SMALL, tmp_path / "run", say=said.append)
+    assert not any("replaced" in words for words in said)
+    run.train(SMALL, tmp_path / "run", overwrite=True, say=said.append)
+    (words,) = [words for words in said if "replaced" in words]
+    spent = first.summary["guarantee"]["epsilon"]["pld"]
+    shown = float(words.split("ε = ")[1].split(" ")[0])
+    assert spent <= shown < 1.001 * spent
+
+
+def test_an_infinite_target_is_named_before_the_records_are_read():
+    with pytest.raises(ConfigError, match="epsilon is inf; give a finite"):
+        dataclasses.replace(SMALL, epsilon=float("inf"))
