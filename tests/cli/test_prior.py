@@ -30,6 +30,16 @@ def test_a_prior_is_learnt_written_and_begun_with(tmp_path):
     assert CliRunner().invoke(app, ["verify", str(out)]).exit_code == 0
 
 
+def test_a_prior_for_other_images_says_what_it_is_for(tmp_path):
+    file = tmp_path / "prior.safetensors"
+    assert CliRunner().invoke(app, ["prior", "--shape", "1x16x16", "--out", str(file), *FEW]).exit_code == 0
+    train = ["train", "--data", "digits", "--weights", str(file), "--steps", "1"]
+    done = CliRunner().invoke(app, [*train, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "a prior for cnn on images of 1x16x16" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -6,6 +6,7 @@ That they are public is the owner's word. A run says which file it began with, b
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -42,10 +43,26 @@ def load_public(model: nn.Module, weights: str) -> nn.Module:
     if wrong:
         raise ValueError(
             f"weights is {str(path)!r}, which does not fit the model: {', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''} are "
-            "missing, unknown or of another shape; give weights of the same network, with the same options"
+            f"missing, unknown or of another shape; give weights of the same network, with the same options{_made_for(path)}"
         )
     model.load_state_dict(fits, strict=False)
     return model
+
+
+def _made_for(path: Path) -> str:
+    """What a prior was learnt for, where the file says so."""
+    if path.suffix != ".safetensors":
+        return ""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        told = (file.metadata() or {}).get("erlangen-prior")
+    try:
+        facts = json.loads(told or "{}")
+        made = f"{facts['model']} on images of {'x'.join(map(str, facts['input_shape']))}"
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return f". The file is a prior for {made}; make another with erlangen prior --model … --shape …"
 
 
 def read(path: Path) -> dict[str, Tensor]:
