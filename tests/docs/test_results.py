@@ -195,7 +195,7 @@ def test_cifar(name: str, start: str) -> None:
         cells += [f"{median(values):.2f}", f"{fmean(values):.2f} ± {stdev(values):.2f}"]
     elif len(runs) == 2:
         cells += [f"{fmean(values):.2f} ± {stdev(values):.2f}"]
-    elif not name.startswith("Equivariant"):
+    else:
         cells += ["–", "–", cells[0], "one seed"]
     cells += [decimal(fmean(m["brier"] for m in last), 3), decimal(fmean(m["ece"] for m in last), 2)]
     assert f"{start} {' | '.join(cells)} |" in page("cifar.md")
@@ -218,6 +218,12 @@ def test_trials_on_a_split(cell: str, row: str) -> None:
     trials = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "tune-eq-tuned.json").read_text())["trials"]
     found = {r["lr"]: f"{100 * r['heldout_accuracy']:.2f}" for r in trials if r["cell"] == cell}
     assert f"| {row} | {found[2.0]} | {found.get(3.0, '–')}" in page("cifar.md")
+
+
+def test_trials_from_a_prior() -> None:
+    trials = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "tune-eq-prior.json").read_text())["trials"]
+    found = {r["lr"]: f"{100 * r['heldout_accuracy']:.2f}" for r in trials}
+    assert f"| from a prior | {found[1.0]} | {found[2.0]} |" in page("cifar.md")
 
 
 BALANCE = {
