@@ -227,7 +227,8 @@ PRIOR = "eq-resnet9-tuned-prior"
 _add(
     "eq-prior", "Table 6, our recipe from a prior", "The same, from features learnt on made-up images", CIFAR,
     [Cell(f"ε={e}", dataclasses.replace(tuned(e, 135 * e), weights=PRIOR, lr=1.0), paper) for e, paper in _PAPER_D4.items()],
-    "Half the rate, by the trials on a split. The paper's numbers beside it are those of its own network, which begins with fresh weights.", seeds=3, beside=True,
+    "Half the rate, by trials on a split. The paper's numbers beside it are those of its own network, from fresh weights.",
+    seeds=3, beside=True,
 )  # fmt: skip
 
 
