@@ -6,8 +6,10 @@ Times: every method is a process of its own, warmed up, then they take turns in 
 is shared by all; a ratio is the median over rounds of method time / plain time in the same round. Memory: peak resident
 size of a fresh process that runs the method alone. Opacus runs as its documentation says is fastest for each mode, with
 the same model, data, dtype and number of threads, and flat clipping at the same σ and C; memory is allocated alike. It
-refuses steerable layers. What remains for them without rules of their own: `functional` (``torch.func`` over the whole network)
-and, if asked for, `fallback` (our engine, in which layers without a rule get ``torch.func`` one by one).
+refuses steerable layers. `joined` is plain SGD with the layers that our engine runs faster (max pooling, on a CPU), so that what
+privacy costs can be told from what they save. What remains for steerable layers without rules of their own: `functional`
+(``torch.func`` over the whole network) and, if asked for, `fallback` (our engine, in which layers without a rule get
+``torch.func`` one by one).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from datetime import date
 
 from provenance import provenance
 
-METHODS = ("plain", "erlangen", "functional", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
+METHODS = ("plain", "joined", "erlangen", "functional", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
 SHAPES = {
     "lenet": (1, 28, 28),
     "opacus-cnn": (1, 28, 28),
@@ -55,6 +57,7 @@ def stepper(method: str, model_name: str, batch: int, strategy: str):
     from torch import nn
 
     from erlangen import RowMap
+    from erlangen.gradients.joined import join
 
     module = build(model_name, method)
     x, y = torch.randn(batch, *SHAPES[model_name]), torch.randint(0, 10, (batch,))
@@ -62,6 +65,8 @@ def stepper(method: str, model_name: str, batch: int, strategy: str):
     criterion = nn.CrossEntropyLoss()
     if method == "functional":
         return _functional(module, optimizer, criterion, x, y)
+    if method == "joined":
+        join(module)
     if method == "fallback":
         forget_our_rules()
     private = method in ("erlangen", "fallback")

@@ -62,5 +62,6 @@ def test_the_fallback_has_no_rule_for_steerable_layers(monkeypatch: pytest.Monke
 
 
 def test_every_method_is_built_for_the_networks_it_can_train() -> None:
-    assert bench.METHODS[:3] == ("plain", "erlangen", "functional")
-    bench.stepper("functional", "lenet", 2, "auto")()
+    assert bench.METHODS[:4] == ("plain", "joined", "erlangen", "functional")
+    for method in bench.METHODS[:4]:
+        bench.stepper(method, "lenet", 2, "auto")()

@@ -10,6 +10,7 @@ from erlangen.equivariant.fields import FieldType, trivial_fields
 from erlangen.equivariant.module import EquivariantModule, bound_off_grid, require_permutation
 from erlangen.equivariant.nonlinearities import field_norms
 from erlangen.equivariant.plain import DropFields, FieldNorms, members, pointwise_conv
+from erlangen.gradients.pooling import max_pool2d
 
 
 class SpatialMaxPool(EquivariantModule):
@@ -22,7 +23,7 @@ class SpatialMaxPool(EquivariantModule):
         self.off_grid_bound = bound_off_grid(max(self.kernel_size, self.stride))  # the largest of a window, not its mean
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
+        return max_pool2d(x, self.kernel_size, self.stride, self.padding)
 
     def export(self) -> nn.Module:
         return nn.MaxPool2d(self.kernel_size, self.stride, self.padding)

@@ -17,6 +17,7 @@ from torch import nn
 
 from erlangen.gradients.fallback import functional
 from erlangen.gradients.joined import chain, chains
+from erlangen.gradients.pooling import is_plain_max_pool, pooled
 from erlangen.gradients.registry import Rule, find_rule
 from erlangen.gradients.tape import Tape
 
@@ -45,7 +46,15 @@ class PrivateForward:
         return _plain_forward, (self.module,)
 
 
-PrivateForward.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+class _FasterForward(PrivateForward):
+    """Of a layer without parameters, whose rule computes the same in less time."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.rule(self.module, self.tape, *args, **kwargs)
+
+
+for _stand_in in (PrivateForward, _FasterForward):
+    _stand_in.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -98,6 +107,9 @@ def attach(model: nn.Module, tape: Tape) -> None:
     for module, runs in chains(model):
         if id(module) not in done:
             module.__dict__["forward"] = PrivateForward(module, partial(chain, runs), tape)
+    for module in model.modules():
+        if is_plain_max_pool(module):
+            module.__dict__["forward"] = _FasterForward(module, pooled, tape)
 
 
 def detach(model: nn.Module) -> None:

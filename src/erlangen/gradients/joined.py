@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from erlangen.gradients.kernels import norm_act, usable
 from erlangen.gradients.kernels.conv2d import conv2d
 from erlangen.gradients.kernels.norm_act import NormAct
+from erlangen.gradients.pooling import is_plain_max_pool, pooled
 from erlangen.gradients.tape import Tape
 
 
@@ -212,7 +213,9 @@ def join(model: nn.Module) -> nn.Module:
     for sequence, found in chains(model):
         sequence.__dict__["forward"] = _Plain(sequence, partial(chain, found))
     for module in model.modules():
-        if type(module) is nn.Conv2d and module.padding_mode == "zeros":
+        if is_plain_max_pool(module):
+            module.__dict__["forward"] = _Plain(module, pooled)
+        elif type(module) is nn.Conv2d and module.padding_mode == "zeros":
             module.__dict__["forward"] = _Plain(module, _convolve)
         elif norm_layer(module) is not None:
             module.__dict__["forward"] = _Plain(module, _normalise)
