@@ -15,6 +15,8 @@ import typer
 
 from erlangen.cli.manners import Misuse
 
+AVERAGED = "Average answers over the views that the network was trained on, or not. Default: as the run was told."
+
 
 def register(app: typer.Typer) -> None:
     app.command("predict")(predict)
@@ -27,6 +29,7 @@ def predict(
     resize: bool = typer.Option(False, "--resize", help="Scale and crop images of another size."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave out what cannot be read, and say so."),
     key: str | None = typer.Option(None, help="The array of an .npz file that holds the images."),
+    average_views: bool | None = typer.Option(None, "--average-views/--single-view", help=AVERAGED),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:N or auto."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -37,7 +40,7 @@ def predict(
 
     if out is not None and out.suffix not in (".csv", ".json"):
         raise Misuse(f"--out is {str(out)!r}; give a file that ends in .csv or .json")
-    model, card = load_run(run)
+    model, card = load_run(run, average_views)
     with _counting() as told:
         found = answers(model, card, inputs, resize=resize, skip_bad=skip_bad, key=key, device=device, told=told)
     for name, why in found.skipped:

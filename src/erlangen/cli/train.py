@@ -247,9 +247,9 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
     from erlangen.training.summary import in_plain_words
 
     if summary["test"]:
-        typer.echo(
-            f"\nTest accuracy  {summary['test']['test_accuracy']:.1%} on {summary['data']['name']} (public test set)"
-        )
+        test = summary["test"]
+        single = f"; of single views {test['single_view_accuracy']:.1%}" if "single_view_accuracy" in test else ""
+        typer.echo(f"\nTest accuracy  {test['test_accuracy']:.1%} on {summary['data']['name']} (public test set){single}")
     else:
         typer.echo("\nNo public test set: no accuracy is reported (erlangen validate releases one on private records).")
     typer.echo(f"Privacy        {in_plain_words(summary)}")

@@ -123,10 +123,19 @@ def load_model(folder: Path, input_shape: tuple[int, ...], classes: int) -> nn.M
     return model.eval()
 
 
-def load_run(folder: str | Path) -> tuple[nn.Module, ModelCard]:
-    """The trained model of a run folder, ready to predict on the CPU, and its card."""
+def load_run(folder: str | Path, average_views: bool | None = None) -> tuple[nn.Module, ModelCard]:
+    """The trained model of a run folder, ready to predict on the CPU, and its card.
+
+    With ``average_views`` its answers are means over the views it was trained on; by default as the run was told to.
+    """
+    from erlangen.deploy.averaged import answering
+    from erlangen.training.config import TrainConfig
+
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"no folder at {folder}; give the folder of a finished run, e.g. runs/first")
     card = ModelCard.read(folder)
-    return load_model(folder, card.input_shape, card.classes), card
+    model = load_model(folder, card.input_shape, card.classes)
+    config = TrainConfig.from_file(folder / "config.json")
+    average = config.average_views if average_views is None else average_views
+    return answering(model, average, config.augment).eval(), card

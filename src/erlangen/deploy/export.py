@@ -58,11 +58,16 @@ class _Pipeline(nn.Module):
         return self.model(self.normalise(image))
 
 
-def export(run: str | Path, format: str = "torch", out: str | Path | None = None) -> Exported:
-    """Export the model of a run folder; ``out`` is a folder for torch, a file for ONNX."""
+def export(
+    run: str | Path, format: str = "torch", out: str | Path | None = None, average_views: bool | None = None
+) -> Exported:  # fmt: skip
+    """Export the model of a run folder; ``out`` is a folder for torch, a file for ONNX.
+
+    ``average_views`` puts the mean over views into the file; by default as the run was told to.
+    """
     if format not in ("torch", "onnx"):
         raise ExportError(f"format is {format!r}; choose torch or onnx")
-    model, card = load_run(run)
+    model, card = load_run(run, average_views)
     network = plain(_Pipeline(card, model))
     reference = _Pipeline(card, model).eval()
     facts = describe(card, Path(run))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from erlangen.data.arrays import read_npz, scaled
 from erlangen.data.images import SUFFIXES, BadImage, files_under, read
 from erlangen.data.preprocessing import DataError, Preprocessing
+from erlangen.deploy.averaged import rows_at_once
 from erlangen.deploy.card import ModelCard
 from erlangen.lipschitz.radius import certified_radius, is_certifiable
 from erlangen.training.device import pick_device
@@ -92,7 +93,7 @@ def predict(
             continue
         names.append(name)
         waiting.append(x)
-        if len(names) == batch:
+        if len(names) == rows_at_once(model, batch):
             answer()
     answer()
     if reader.bad and not skip_bad:

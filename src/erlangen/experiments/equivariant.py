@@ -224,10 +224,17 @@ _add(
 
 #: made without data (`needed` says how), then our recipe
 PRIOR = "eq-resnet9-tuned-prior"
+
+
+def prior(target: int, steps: int) -> TrainConfig:
+    return dataclasses.replace(tuned(target, steps), weights=PRIOR, lr=1.0, average_views=True)
+
+
 _add(
     "eq-prior", "Table 6, our recipe from a prior", "The same, from features learnt on made-up images", CIFAR,
-    [Cell(f"ε={e}", dataclasses.replace(tuned(e, 135 * e), weights=PRIOR, lr=1.0), paper) for e, paper in _PAPER_D4.items()],
-    "Half the rate, by trials on a split. The paper's numbers beside it are those of its own network, from fresh weights.",
+    [Cell(f"ε={e}", prior(e, 135 * e), paper) for e, paper in _PAPER_D4.items()],
+    "Half the rate, by trials on a split; answers are averaged over ten views, and each run keeps the accuracy of single ones too. "
+    "The paper's numbers beside it are those of its own network, from fresh weights and single views.",
     seeds=3, beside=True,
 )  # fmt: skip
 

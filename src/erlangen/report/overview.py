@@ -16,7 +16,7 @@ from erlangen.report.measures import pareto
 #: options that make another method or another task; the rest (ε, noise, rates, steps) is where a method is run
 METHOD = (
     "data", "unit", "model", "model_options", "mechanism", "mechanism_options", "clipping", "clipping_options", "views",
-    "augment", "denoise",
+    "augment", "average_views", "denoise",
 )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class TrainConfig:
     denoise: str = "none"
     views: int = 1
     augment: str = "none"
+    #: answers (evaluations, predictions, exports) are means over fixed views; nothing that is trained or released changes
+    average_views: bool = False
     max_physical_batch: int | None = None
     pad: bool = False
     graph: bool = False
@@ -94,6 +96,7 @@ class TrainConfig:
             ("views", self.views >= 1, "give at least one view of each record"),
             ("augment", self.augment in KINDS, f"choose {', '.join(KINDS)}"),
             ("views", self.views > 1 or not KINDS.get(self.augment, Kind()).mix, f"{self.augment} mixes them: give two or more"),
+            ("average_views", not self.average_views or KINDS.get(self.augment, Kind()).margin, "give an augment that moves them"),
             ("sampling", self.sampling in ("poisson", "importance"), "choose poisson or importance"),
             ("denoise", self.denoise in ("none", "james-stein"), "choose none or james-stein"),
             ("warm_up", self.warm_up >= 0, "give the number of first steps over which the rate grows linearly"),

@@ -362,7 +362,7 @@ def _common(configs: Sequence[TrainConfig]) -> TrainConfig:
     config = configs[0]
     for name, only in (
         ("views", 1), ("augment", "none"), ("unit", None), ("secure", False), ("optimizer", "sgd"), ("weight_decay", 0.0),
-        ("sampling", "poisson"), ("selective", False), ("denoise", "none"), ("warm_up", 0),
+        ("sampling", "poisson"), ("selective", False), ("denoise", "none"), ("warm_up", 0), ("average_views", False),
     ):  # fmt: skip
         if getattr(config, name) != only:
             raise ConfigError(

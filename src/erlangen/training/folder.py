@@ -24,8 +24,8 @@ from erlangen.training.config import ConfigError, TrainConfig
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-#: options that change no result: a run may be resumed with others, and equal seeds give equal weights whatever they are
-NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "shard", "evaluations", "checkpoints")
+#: options that change no weight: a run may be resumed with others, and equal seeds give equal weights whatever they are
+NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "shard", "evaluations", "checkpoints", "average_views")
 
 
 def absolute(place: str) -> str:

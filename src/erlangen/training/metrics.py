@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from erlangen.deploy.averaged import rows_at_once
+
 
 @torch.no_grad()
 def evaluate(module: nn.Module, x: Tensor, y: Tensor, classes: int, batch: int = 1024) -> dict[str, float]:
     """The `scores` of a module in evaluation mode."""
     was_training = module.training
     module.eval()
-    logits = torch.cat([module(part).float() for part in x.split(batch)])
+    logits = torch.cat([module(part).float() for part in x.split(rows_at_once(module, batch))])
     module.train(was_training)
     return scores(logits, y, classes)
 

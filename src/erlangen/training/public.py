@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from erlangen.deploy.averaged import rows_at_once
 from erlangen.training.checkpoint import write_atomically
 
 FILE = "public.safetensors"
@@ -62,7 +63,7 @@ def predictions(model: nn.Module, x: Tensor, y: Tensor, shown: int = SHOWN, batc
     """Of ``model`` in evaluation mode on public images ``x`` with labels ``y``."""
     was_training = model.training
     model.eval()
-    logits = torch.cat([model(part).float() for part in x.split(batch)]).cpu()
+    logits = torch.cat([model(part).float() for part in x.split(rows_at_once(model, batch))]).cpu()
     model.train(was_training)
     labels = y.cpu()
     places = examples(logits, labels, shown)

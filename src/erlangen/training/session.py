@@ -24,6 +24,7 @@ from erlangen.accounting import Accountant
 from erlangen.accounting.ledger import Release
 from erlangen.data import Dataset, load
 from erlangen.data.augment import draw, views
+from erlangen.deploy.averaged import answering
 from erlangen.gradients.attach import remark_on_swallowed
 from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap, sent
@@ -323,7 +324,10 @@ class Session:
             return {}
         x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
         with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
-            return evaluate(self.model, x, y, self.dataset.classes)
+            found = evaluate(self.answering, x, y, self.dataset.classes)
+            if self.config.average_views:
+                found["single_view_accuracy"] = evaluate(self.model, x, y, self.dataset.classes)["test_accuracy"]
+            return found
 
     @with_everybody
     def public_predictions(self) -> PublicPredictions | None:
@@ -332,7 +336,12 @@ class Session:
             return None
         x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
         with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
-            return predictions(self.model, x, y)
+            return predictions(self.answering, x, y)
+
+    @property
+    def answering(self) -> nn.Module:
+        """The model as its answers are asked for: by itself, or averaged over views."""
+        return answering(self.model, self.config.average_views, self.config.augment)
 
     def epsilon(self, method: str = "pld") -> float:
         """ε spent so far at the run's δ."""

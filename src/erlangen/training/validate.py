@@ -21,6 +21,7 @@ from erlangen.accounting.compose import with_training
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.accounting.ledger_format import Book
 from erlangen.data import Dataset, load
+from erlangen.deploy.averaged import answering, rows_at_once
 from erlangen.deploy.card import ModelCard, load_model
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import how_to_finish
@@ -50,7 +51,8 @@ def validate(
     summary = folder / "summary.json"
     if not summary.is_file():
         raise ConfigError(f"{folder} holds no finished run: there is no summary.json; {how_to_finish(folder)}")
-    unit = TrainConfig.from_file(folder / "config.json").unit
+    config = TrainConfig.from_file(folder / "config.json")
+    unit = config.unit
     if unit is not None and not per_record:
         raise ConfigError(
             f"the run protects each {unit}, but validation counts records: a {unit} with k of them would move the counts by k. "
@@ -60,7 +62,8 @@ def validate(
     if data.classes > classes:
         raise ConfigError(f"{source} has labels up to {data.classes - 1}, but the model knows {classes} classes")
     delta = delta if delta is not None else min(1e-5, 0.1 / len(data))
-    predicted = predict(load_model(folder, data.input_shape, classes), data)
+    model = answering(load_model(folder, data.input_shape, classes), config.average_views, config.augment)
+    predicted = predict(model, data)
     right = metrics.accuracy(predicted, data.y_train, noise_multiplier)
     table = metrics.confusion_matrix(predicted, data.y_train, classes, noise_multiplier)
     with open_ledger(folder / "validation-ledger.jsonl", data, single_copy) as ledger:
@@ -97,7 +100,7 @@ def _records(folder: Path, source: str | Path, skip_bad: bool) -> Dataset:
 
 @torch.no_grad()
 def predict(model: nn.Module, data: Dataset) -> np.ndarray:
-    parts = torch.from_numpy(data.x_train).split(1024)
+    parts = torch.from_numpy(data.x_train).split(rows_at_once(model, 1024))
     return torch.cat([model(part).argmax(1) for part in parts]).numpy()
 
 
