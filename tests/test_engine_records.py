@@ -211,6 +211,71 @@ def test_what_mixup_in_a_collate_function_moves():
     assert moved["centred"] > 13
 
 
+class Together(Dataset):
+    """Fetches a whole batch at once, as tables and tokenizers do."""
+
+    def __init__(self, dataset: Dataset, batch=lambda rows: rows) -> None:
+        self.dataset, self.batch = dataset, batch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: int):
+        return self.batch([self.dataset[place]])[0]
+
+    def __getitems__(self, places: list[int]):
+        return self.batch([self.dataset[k] for k in places])
+
+
+def centred_rows(rows):
+    mean = torch.stack([x for x, _ in rows]).mean(0)
+    return [(x - mean, y) for x, y in rows]
+
+
+def test_a_data_set_that_mixes_the_records_of_a_batch_is_refused():
+    """Records were looked at one by one, and loaders fetch them together: one record of 11 moved the sum by 10.4 bounds."""
+
+    def released(count: int) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(11, 5)
+        x[10] = 1e4
+        model = nn.Linear(5, 3)
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        dataset = Together(TensorDataset(x[:count], torch.zeros(count, dtype=torch.long)), centred_rows)
+        _, optimizer, loader = private(dataset, model, check=False)
+        for inputs, labels in loader:
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) * count
+
+    assert float((released(11) - released(10)).norm()) > 10
+    swapped = lambda rows: [(x, rows[-1 - k][1]) for k, (x, _) in enumerate(rows)]  # noqa: E731
+    for batch in (centred_rows, swapped):
+        for dataset in (Together(records(), batch), Subset(Together(records(), batch), range(9))):
+            with pytest.raises(ValueError, match=r"__getitems__ puts a record into the rows of others"):
+                private(dataset)
+
+
+def test_data_sets_that_fetch_a_batch_at_once_are_accepted():
+    noisy = lambda rows: [(x + torch.randn_like(x), y) for x, y in rows]  # noqa: E731
+    at_once = lambda rows: list(zip(torch.stack([x for x, _ in rows]) + torch.randn(len(rows), 5), [y for _, y in rows]))  # noqa: E731
+    for batch in (lambda rows: rows, noisy, at_once):
+        private(Together(records(), batch))
+        private(Subset(Together(records(), batch), range(9)))
+
+
+def test_padding_where_a_batch_is_fetched_is_found():
+    def to_the_longest(rows):
+        longest = max(len(x) for x, _ in rows)
+        return [(F.pad(x, (0, 0, 0, longest - len(x))), y) for x, y in rows]
+
+    dataset = Together(Sequences([5, 3, 9, 4] * 4), to_the_longest)
+    with pytest.raises(MixesSamples, match="length to which its batch is padded"):
+        private(dataset, Reads(last=True))
+    private(dataset, Reads(last=False))
+
+
 def test_collate_functions_that_treat_each_record_by_itself_are_accepted():
     by_row = {
         "plain": stacked, "shuffled": lambda rows: stacked([rows[k] for k in torch.randperm(len(rows))]),
