@@ -116,6 +116,12 @@ def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Te
             return
         for scale in SCALES if place < 2 else SCALES[:1]:
             yield row, scale, tuple(changed(t, scale, row) for t in inputs)
+        if place < 2:  # whoever is alike competes: for the places of an expert, or to be the first of its kind
+            yield row, 1.0, tuple(_copies(t, row) for t in inputs)
+
+
+def _copies(t: Tensor, row: int) -> Tensor:
+    return t[[row]].expand_as(t).clone() if t.ndim and t.shape[0] > row else t
 
 
 def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> None:
@@ -334,6 +340,6 @@ def changed(t: Tensor, scale: float = 2.0, row: int = 0) -> Tensor:
     """The same tensor with every row but one replaced by other values of the same kind."""
     if not t.ndim or t.shape[0] < 2 or t.shape[0] <= row:
         return t
-    other = scale * torch.randn_like(t) + scale / 2 if t.is_floating_point() else t[[row]].expand_as(t).clone()
+    other = scale * torch.randn_like(t) + scale / 2 if t.is_floating_point() else _copies(t, row)
     other[row] = t[row]
     return other
