@@ -71,6 +71,7 @@ def prepare(
         if denoiser is not None or max_physical_batch == "auto":
             raise ValueError("denoiser and max_physical_batch='auto' are not for sharded parameters (FSDP): leave them out")
     if criterion is not None:
+        _refuse_own_parameters(criterion, parameters)
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
     joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)
@@ -143,6 +144,19 @@ def _trainable(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
     if not trainable:
         raise ValueError("the optimizer holds no parameter of the module that requires a gradient: nothing to train")
     return {name: trainable[name] for name, _ in module.named_parameters() if name in trainable}
+
+
+def _refuse_own_parameters(criterion: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    """A loss that learns (class centres, ArcFace) has gradients of its own, which are neither clipped nor noised."""
+    known = {id(p) for p in parameters.values()}
+    learnt = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
+    own = [name for name, p in learnt if p.requires_grad and id(p) not in known]
+    if own:
+        raise ValueError(
+            f"the loss {type(criterion).__name__} has parameters of its own ({', '.join(own[:3])}), which would train without "
+            "privacy. Let a layer of the module hold them, so that the loss has none (the module returns the similarities to class "
+            "centres, say), or freeze them: criterion.requires_grad_(False)"
+        )
 
 
 def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> Mechanism:
