@@ -211,6 +211,15 @@ def test_what_mixup_in_a_collate_function_moves():
     assert moved["centred"] > 13
 
 
+def test_a_collate_function_that_comes_later_is_refused():
+    """It was used as it is: centring moved the sum by 13.9 bounds after all."""
+    _, _, loader = private(records())
+    next(iter(loader))
+    loader.collate_fn = centred
+    with pytest.raises(RuntimeError, match="collate function is another one"):
+        next(iter(loader))
+
+
 class Together(Dataset):
     """Fetches a whole batch at once, as tables and tokenizers do."""
 
