@@ -420,3 +420,60 @@ def test_batches_announced_by_hand_are_not_taken_for_draws():
         nn.functional.cross_entropy(module(batch), labels).backward()
         optimizer.step()
     assert engine.get_epsilon(1e-5) >= epsilon([(gaussian(1.0), 10)], 1e-5)
+
+
+# -- labels that a loss leaves out ----------------------------------------------------------------------------------------
+
+
+class Listed(Dataset):
+    """Labels in a list, as torchvision keeps them, or read with each record."""
+
+    def __init__(self, x: Tensor, y: Tensor, kept: bool) -> None:
+        self.x, self.wanted = x, y.tolist()
+        if kept:
+            self.targets = y.tolist()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> tuple[Tensor, int]:
+        return self.x[k], self.wanted[k]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        TensorDataset,
+        lambda x, y: Listed(x, y, kept=True),
+        lambda x, y: Listed(x, y, kept=False),
+        lambda x, y: Subset(TensorDataset(x, y), range(2, 90)),
+    ],
+    ids=["tensors", "targets", "read", "subset"],
+)
+def test_a_mean_over_those_who_have_a_label_is_refused(made):
+    """None of the three records that were looked at lacked one: a labelled record more moved the sum by 1.8 bounds."""
+    x, y = torch.randn(96, 5), torch.arange(96) % 3
+    y[torch.arange(96) % 12 == 6] = -100  # at none of the ends, nor in the middle
+    y[2:4] = 1
+    losses = (nn.CrossEntropyLoss(), lambda logits, labels: F.cross_entropy(logits, labels))
+    for criterion in losses:
+        with pytest.raises(MixesSamples, match="ignored labels under 'mean'"):
+            private(made(x, y), criterion=criterion)
+        private(made(x, y.clamp(min=0)), criterion=criterion)
+    private(made(x, y), criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum")
+
+
+def test_what_a_record_with_a_label_moves_among_those_without():
+    def released(count: int) -> Tensor:
+        x, y = torch.zeros(101, 5), torch.full((101,), -100)
+        x[:, 0], y[:13], y[100] = 0.17, 0, 1
+        x[100] *= 1000
+        model = nn.Linear(5, 2, bias=False)
+        nn.init.zeros_(model.weight)
+        _, optimizer, loader = private(TensorDataset(x[:count], y[:count]), model, check=False)
+        for inputs, labels in loader:
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+        return model.weight.detach() * count
+
+    assert float((released(101) - released(100)).norm()) > 1.7
