@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from erlangen.gradients.memory import Memory, remembered, restore, untouched
+from erlangen.gradients.memory import Memory, attributes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
 from erlangen.gradients.trace import Trace, alike_if_padded, own_copies, same, trace
@@ -51,6 +51,8 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
                 _check_outputs(module, inputs, start)
                 if training:
                     _check_rows(module, inputs, start, batch_first)
+        with untouched(module):
+            _check_answers(module, inputs)
     finally:
         for m, training in modes.items():
             m.training = training
@@ -74,6 +76,27 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
                 )
         _check_state(module, after, "is updated from the data")
     _check_fewer(module, inputs, first, after, start)
+
+
+def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """In evaluation a module answers by its weights and buffers: what it saw in training it may have kept elsewhere."""
+    answers: list[list[Tensor]] = []
+    for seen in (inputs, tuple(changed(t, SCALES[1], 0) for t in inputs), tuple(t[:-1] if t.ndim else t for t in inputs)):
+        with untouched(module), attributes_untouched(module), torch.enable_grad():
+            try:
+                for training, batch in ((True, seen), (False, inputs)):
+                    module.train(training)
+                    torch.manual_seed(0)
+                    out = module(*own_copies(batch))
+            except Exception:  # of a module for batches of one size, say: its own call will tell
+                continue
+            answers.append([t.detach() for t in tree_leaves(out) if isinstance(t, Tensor)])
+    if any(not same(answers[0], other) for other in answers[1:]):
+        raise MixesSamples(
+            "what the module answers in evaluation depends on the records that it saw in training, beside its weights: it keeps "
+            "something of them in a plain attribute (a running mean, say), which no noise covers. Drop it, or compute it on public "
+            "data."
+        )
 
 
 def _told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
