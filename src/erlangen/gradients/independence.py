@@ -9,6 +9,7 @@ records for time) leaves the first alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -64,17 +65,25 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
     first = trace(module, inputs, watched)
     known = start.tensors
     after = known | {n: t.detach().clone() for n, t in remembered(module) if n not in known or not torch.equal(t, known[n])}
-    for row, _, batch in _variants(inputs):
+    spoilt = [(row, " where they are not finite", _not_finite(inputs, row)) for row in watched[:2]]
+    for row, when, batch in [*((row, "", batch) for row, _, batch in _variants(inputs)), *spoilt]:
         restore(module, start)
-        second = trace(module, batch, [row])
+        try:
+            with attributes_untouched(module) if when else contextlib.nullcontext():  # nan would stay in whatever is kept
+                second = trace(module, batch, [row])
+        except Exception:
+            if when:  # it raises where a record is not finite: then nothing is released
+                continue
+            raise
         for a, b in zip(first.calls, second.calls, strict=False):
             if not a.same(b, watched.index(row)):
                 raise MixesSamples(
                     f"{where(a.path, a.module)} mixes samples: its output for one record changes with the other records of the "
-                    "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
+                    f"batch{when}, so clipping one record's gradient does not bound its influence. Make it treat rows "
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
-        _check_state(module, after, "is updated from the data")
+        if not when:
+            _check_state(module, after, "is updated from the data")
     _check_fewer(module, inputs, first, after, start)
 
 
@@ -145,6 +154,20 @@ def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Te
 
 def _copies(t: Tensor, row: int) -> Tensor:
     return t[[row]].expand_as(t).clone() if t.ndim and t.shape[0] > row else t
+
+
+def _not_finite(inputs: tuple[Tensor, ...], row: int) -> tuple[Tensor, ...]:
+    """All rows but one are nan or infinite: whoever asks ``isnan().any()`` of a batch lets one record speak for all."""
+
+    def spoilt(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or not t.ndim:
+            return t
+        other = torch.full_like(t, torch.inf)
+        other[::2] = torch.nan
+        other[row] = t[row]
+        return other
+
+    return tuple(map(spoilt, inputs))
 
 
 def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> None:
