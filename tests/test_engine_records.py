@@ -211,6 +211,80 @@ def test_what_mixup_in_a_collate_function_moves():
     assert moved["centred"] > 13
 
 
+def test_a_collate_function_that_comes_later_is_refused():
+    """It was used as it is: centring moved the sum by 13.9 bounds after all."""
+    _, _, loader = private(records())
+    next(iter(loader))
+    loader.collate_fn = centred
+    with pytest.raises(RuntimeError, match="collate function is another one"):
+        next(iter(loader))
+
+
+class Together(Dataset):
+    """Fetches a whole batch at once, as tables and tokenizers do."""
+
+    def __init__(self, dataset: Dataset, batch=lambda rows: rows) -> None:
+        self.dataset, self.batch = dataset, batch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: int):
+        return self.batch([self.dataset[place]])[0]
+
+    def __getitems__(self, places: list[int]):
+        return self.batch([self.dataset[k] for k in places])
+
+
+def centred_rows(rows):
+    mean = torch.stack([x for x, _ in rows]).mean(0)
+    return [(x - mean, y) for x, y in rows]
+
+
+def test_a_data_set_that_mixes_the_records_of_a_batch_is_refused():
+    """Records were looked at one by one, and loaders fetch them together: one record of 11 moved the sum by 10.4 bounds."""
+
+    def released(count: int) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(11, 5)
+        x[10] = 1e4
+        model = nn.Linear(5, 3)
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        dataset = Together(TensorDataset(x[:count], torch.zeros(count, dtype=torch.long)), centred_rows)
+        _, optimizer, loader = private(dataset, model, check=False)
+        for inputs, labels in loader:
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) * count
+
+    assert float((released(11) - released(10)).norm()) > 10
+    swapped = lambda rows: [(x, rows[-1 - k][1]) for k, (x, _) in enumerate(rows)]  # noqa: E731
+    for batch in (centred_rows, swapped):
+        for dataset in (Together(records(), batch), Subset(Together(records(), batch), range(9))):
+            with pytest.raises(ValueError, match=r"__getitems__ puts a record into the rows of others"):
+                private(dataset)
+
+
+def test_data_sets_that_fetch_a_batch_at_once_are_accepted():
+    noisy = lambda rows: [(x + torch.randn_like(x), y) for x, y in rows]  # noqa: E731
+    at_once = lambda rows: list(zip(torch.stack([x for x, _ in rows]) + torch.randn(len(rows), 5), [y for _, y in rows]))  # noqa: E731
+    for batch in (lambda rows: rows, noisy, at_once):
+        private(Together(records(), batch))
+        private(Subset(Together(records(), batch), range(9)))
+
+
+def test_padding_where_a_batch_is_fetched_is_found():
+    def to_the_longest(rows):
+        longest = max(len(x) for x, _ in rows)
+        return [(F.pad(x, (0, 0, 0, longest - len(x))), y) for x, y in rows]
+
+    dataset = Together(Sequences([5, 3, 9, 4] * 4), to_the_longest)
+    with pytest.raises(MixesSamples, match="length to which its batch is padded"):
+        private(dataset, Reads(last=True))
+    private(dataset, Reads(last=False))
+
+
 def test_collate_functions_that_treat_each_record_by_itself_are_accepted():
     by_row = {
         "plain": stacked, "shuffled": lambda rows: stacked([rows[k] for k in torch.randperm(len(rows))]),
@@ -346,3 +420,60 @@ def test_batches_announced_by_hand_are_not_taken_for_draws():
         nn.functional.cross_entropy(module(batch), labels).backward()
         optimizer.step()
     assert engine.get_epsilon(1e-5) >= epsilon([(gaussian(1.0), 10)], 1e-5)
+
+
+# -- labels that a loss leaves out ----------------------------------------------------------------------------------------
+
+
+class Listed(Dataset):
+    """Labels in a list, as torchvision keeps them, or read with each record."""
+
+    def __init__(self, x: Tensor, y: Tensor, kept: bool) -> None:
+        self.x, self.wanted = x, y.tolist()
+        if kept:
+            self.targets = y.tolist()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> tuple[Tensor, int]:
+        return self.x[k], self.wanted[k]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        TensorDataset,
+        lambda x, y: Listed(x, y, kept=True),
+        lambda x, y: Listed(x, y, kept=False),
+        lambda x, y: Subset(TensorDataset(x, y), range(2, 90)),
+    ],
+    ids=["tensors", "targets", "read", "subset"],
+)
+def test_a_mean_over_those_who_have_a_label_is_refused(made):
+    """None of the three records that were looked at lacked one: a labelled record more moved the sum by 1.8 bounds."""
+    x, y = torch.randn(96, 5), torch.arange(96) % 3
+    y[torch.arange(96) % 12 == 6] = -100  # at none of the ends, nor in the middle
+    y[2:4] = 1
+    losses = (nn.CrossEntropyLoss(), lambda logits, labels: F.cross_entropy(logits, labels))
+    for criterion in losses:
+        with pytest.raises(MixesSamples, match="ignored labels under 'mean'"):
+            private(made(x, y), criterion=criterion)
+        private(made(x, y.clamp(min=0)), criterion=criterion)
+    private(made(x, y), criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum")
+
+
+def test_what_a_record_with_a_label_moves_among_those_without():
+    def released(count: int) -> Tensor:
+        x, y = torch.zeros(101, 5), torch.full((101,), -100)
+        x[:, 0], y[:13], y[100] = 0.17, 0, 1
+        x[100] *= 1000
+        model = nn.Linear(5, 2, bias=False)
+        nn.init.zeros_(model.weight)
+        _, optimizer, loader = private(TensorDataset(x[:count], y[:count]), model, check=False)
+        for inputs, labels in loader:
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+        return model.weight.detach() * count
+
+    assert float((released(101) - released(100)).norm()) > 1.7

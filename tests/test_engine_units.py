@@ -153,3 +153,21 @@ def test_states_say_whom_releases_protect_or_nothing():
     assert older.epsilon(1e-5) < 10
     with pytest.raises(EventError, match="whom a release protects"):
         Accountant().load_state_dict({**state, "protected": [{"unit": "record"}]})
+
+
+@pytest.mark.parametrize(
+    "labels", [[2**53, 2**53 + 1, 0.5], [2**63, 2**63 + 1, -1], [2**63, 2**63 + 1, 5], [1, "1", "2"], [b"1", 2, 3]]
+)
+def test_labels_that_would_become_one_are_refused(labels):
+    """Two patients were one unit: each could turn its clipped gradient around, by two bounds."""
+    with pytest.raises(ValueError, match=r"several kinds.*str\(label\)"):
+        Units(3, labels)
+    assert Units(3, [repr(label) for label in labels]).count == 3
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [[1, 2, 0.5], [2**63, 2**62, 5], ["a", "b", "c"], [1.5, 1.25, 1.0], list(torch.arange(3)), (7, 8, 9), [2**60, 2**60 + 1, 3]],
+)
+def test_labels_that_stay_apart_are_accepted(labels):
+    assert Units(3, labels).count == 3

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,7 @@ from erlangen.private import PrivateTraining
 from erlangen.probe import Form, fitting, forms
 from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
-from erlangen.sampling.records import digest_of, refuse_mixing, refuse_repeats, refuse_sampler
+from erlangen.sampling.records import digest_of, fetched, refuse_mixing, refuse_repeats, refuse_sampler, seeded
 from erlangen.sampling.units import unit_labels
 from erlangen.workers import Workers
 
@@ -71,6 +71,7 @@ def prepare(
         if denoiser is not None or max_physical_batch == "auto":
             raise ValueError("denoiser and max_physical_batch='auto' are not for sharded parameters (FSDP): leave them out")
     if criterion is not None:
+        _refuse_own_parameters(criterion, parameters)
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
     joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)
@@ -145,6 +146,19 @@ def _trainable(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
     return {name: trainable[name] for name, _ in module.named_parameters() if name in trainable}
 
 
+def _refuse_own_parameters(criterion: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    """A loss that learns (class centres, ArcFace) has gradients of its own, which are neither clipped nor noised."""
+    known = {id(p) for p in parameters.values()}
+    learnt = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
+    own = [name for name, p in learnt if p.requires_grad and id(p) not in known]
+    if own:
+        raise ValueError(
+            f"the loss {type(criterion).__name__} has parameters of its own ({', '.join(own[:3])}), which would train without "
+            "privacy. Let a layer of the module hold them, so that the loss has none (the module returns the similarities to class "
+            "centres, say), or freeze them: criterion.requires_grad_(False)"
+        )
+
+
 def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> Mechanism:
     if not isinstance(mechanism, Mechanism):
         raise TypeError(f"mechanism is a {type(mechanism).__name__}; pass a registered name or a Mechanism")
@@ -215,16 +229,23 @@ def _check_padding(module: nn.Module, loader: DataLoader) -> None:
     """Records of different shapes are padded to the longest of a batch: nobody's output may depend on the others' length."""
     dataset: Any = loader.dataset
     seen = min(LOOKED_AT, len(dataset))
-    rows = [dataset[k * len(dataset) // seen] for k in range(seen)]
+    places = [k * len(dataset) // seen for k in range(seen)]
     device = next(module.parameters()).device
     first = lambda batch: (batch[0] if isinstance(batch, (list, tuple)) else batch).to(device)  # noqa: E731
+
+    def batch(*places: int) -> Tensor:
+        with seeded(0):  # a record that is drawn twice is augmented alike
+            return first(loader.collate_fn(fetched(dataset, list(places))))
+
     try:
-        sizes = [first(loader.collate_fn([row])).numel() for row in rows]
+        sizes = [batch(place).numel() for place in places]
         if len(set(sizes)) == 1:
             return
-        short, long = rows[min(range(len(rows)), key=sizes.__getitem__)], rows[max(range(len(rows)), key=sizes.__getitem__)]
-        alone, beside = first(loader.collate_fn([short])), first(loader.collate_fn([short, long]))[:1]
+        short, long = (places[sizes.index(size)] for size in (min(sizes), max(sizes)))
+        alone, again, beside = (batch(short, other)[:1] for other in (short, short, long))
     except Exception:  # its own call will tell
+        return
+    if not torch.equal(alone, again):  # drawn by a generator of its own
         return
     check_padding(module, alone, beside)
 

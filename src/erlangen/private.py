@@ -47,6 +47,11 @@ _OUTSIDE = (
     "gradients reached parameters outside their layers (a weight penalty in the loss, or F.linear(x, layer.weight) in the loop): "
     "they are dropped, because no clipping bounds them. Use the optimizer's weight_decay, and call layers as modules."
 )
+_TRAINED_ELSEWHERE = (
+    "another optimizer trains {name!r}, a parameter of this module that the private one does not hold, with gradients that nothing "
+    "clips and no noise covers: they reached it outside its layer (F.linear(x, layer.weight), a tied table). Give all parameters "
+    "that train to one optimizer, in groups, before make_private"
+)
 
 
 class PrivateTraining:
@@ -92,6 +97,10 @@ class PrivateTraining:
         self._options: list[dict[str, Any]] = []
         #: the releases at which the target ε is reached, and that ε
         self._planned: tuple[int, float] | None = None
+        #: parameters of the module that nobody trains privately, and their versions when the batch in hand was drawn
+        own = {id(p) for p in self.tape.parameters.values()}
+        self._others = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in own}
+        self._versions: dict[str, int] = {}
         #: gradients from before would be mistaken for those of the first backward pass
         self._looked = any(p.grad is not None for p in self.tape.parameters.values())
 
@@ -112,6 +121,7 @@ class PrivateTraining:
         self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
         self._by_hand = source is None and not self.own_draws
         self.tape.rows, self._last, self.summed = rows, last, False
+        self._versions = {name: p._version for name, p in self._others.items()}
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
     def accumulate(self, gradients: PerSampleGradients) -> None:
@@ -130,6 +140,7 @@ class PrivateTraining:
         gradients = None if self.summed else self.tape.gradients()
         self._tickets.take()
         self._remark_on_dropped()
+        self._drop_gradients_of_others()
         if gradients is not None:
             self.accumulate(gradients)
         self.summed = False
@@ -228,6 +239,14 @@ class PrivateTraining:
                 "noise (it was unfrozen since, or the gradient is from before). Call make_private again after changing "
                 "which parameters train."
             )
+
+    def _drop_gradients_of_others(self) -> None:
+        """Layers leave none; what reached them elsewhere is nobody's to use, and whoever has used it is found by what moved."""
+        for name, p in self._others.items():
+            if p.grad is not None:
+                p.grad = None
+                if p._version != self._versions.get(name, p._version):
+                    raise RuntimeError(_TRAINED_ELSEWHERE.format(name=name))
 
     def _clear_gradients(self) -> None:
         for parameter in self.tape.parameters.values():

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from erlangen.sampling.labels import unlabelled
+from erlangen.sampling.records import fetched
+
 ROWS = 3
 
 #: names of arguments that take the labels
@@ -53,7 +56,11 @@ def forms(module: nn.Module, loader: DataLoader) -> list[Form]:
     """Every form that batches of this loader allow; none if they hold no tensors where inputs are looked for."""
     dataset: Any = loader.dataset
     # from end to end: where records are sorted by their labels, the first few have the same
-    batch = loader.collate_fn([dataset[i * (len(dataset) - 1) // (ROWS - 1)] for i in range(ROWS)])
+    places = [i * (len(dataset) - 1) // (ROWS - 1) for i in range(ROWS)]
+    without = unlabelled(dataset)
+    if without is not None:  # so that it shows what a loss makes of them
+        places[1] = without
+    batch = loader.collate_fn(fetched(dataset, places))
     device = next(module.parameters()).device
     made: list[Form] = []
     for call, tensors, left in _ways(module, batch):

@@ -86,7 +86,7 @@ class Unbatchable(nn.Module):
         self.w = nn.Parameter(torch.randn(4))
 
     def forward(self, x):
-        return x * self.w if float(x.detach().sum()) > -1e9 else x
+        return x * self.w if float(x.detach().tanh().nan_to_num().sum()) > -1e9 else x
 
 
 CASES = {

@@ -197,3 +197,70 @@ def test_a_release_that_fails_after_it_was_accounted_stays_accounted():
     optimizer.zero_grad()
     train(model, optimizer, next(batches))
     assert engine.accountant.steps == 2
+
+
+def drawn_one_by_one(marked: bool, look) -> tuple[int, int]:
+    """(steps, batches given up) of a loop of next(iter(loader)) that skips a batch by what ``look`` sees in it."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 6)
+    x[0] += 100.0 * marked
+    model = nn.Linear(6, 2)
+    engine = erlangen.PrivacyEngine(seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(x, torch.zeros(40, dtype=torch.long)), batch_size=10),
+    )  # fmt: skip
+    given_up = 0
+    for _ in range(40):
+        batch = next(iter(loader))
+        if look(model, *batch):
+            given_up += 1
+        else:
+            train(model, optimizer, batch)
+    return engine.accountant.steps, given_up
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, x, y: bool(x.abs().max() > 50),
+        lambda model, x, y: bool(model(x).abs().max() > 20),
+        lambda model, x, y: bool(cross_entropy(model.eval()(x), y).detach() > 2 or x.max() > 50),
+    ],
+    ids=["values", "answers", "loss"],
+)
+def test_batches_that_a_loop_of_single_draws_gives_up_are_counted(look):
+    """One record among 40 decided which batches were trained on: 9 of 40 were skipped for it, at a finite ε, in silence."""
+    with pytest.warns(UserWarning, match=r"1 batch\(es\) were drawn by next\(iter\(loader\)\) and given up"):
+        steps, given_up = drawn_one_by_one(True, look)
+    assert given_up > 4
+    assert steps == 40 - given_up
+
+
+@pytest.mark.filterwarnings("error")
+def test_loops_of_single_draws_and_looks_at_batches_are_accepted():
+    assert drawn_one_by_one(True, lambda *_: False) == (40, 0)
+    _, model, optimizer, loader = private(5)
+    model(next(iter(loader))[0])  # a look before the first step
+    next(iter(loader))
+    for _ in range(3):
+        for k, batch in enumerate(loader):
+            if k == 2:  # as many steps as somebody wants
+                break
+            train(model, optimizer, batch)
+        next(iter(loader))  # for a picture
+        with torch.no_grad():
+            for x, _ in loader:
+                model(x)
+
+
+def test_a_loop_that_is_left_after_it_saw_a_batch_is_said():
+    _, model, optimizer, loader = private(5)
+    for k, (x, y) in enumerate(loader):
+        loss = cross_entropy(model(x), y)
+        if k == 1:  # or loss > 10
+            break
+        loss.backward()
+        optimizer.step()
+    with pytest.warns(UserWarning, match="given up before its step"):
+        train(model, optimizer, next(iter(loader)))

@@ -125,3 +125,28 @@ def test_missing_files_and_old_places_of_the_option_get_a_cure(tmp_path):
         Session(dataclasses.replace(SMALL, weights=str(tmp_path / "none.safetensors")))
     with pytest.raises(ConfigError, match="--weights FILE"):
         dataclasses.replace(SMALL, model_options={"weights": "x"})
+
+
+def test_weights_that_a_run_learnt_from_the_same_records_are_not_public(tmp_path):
+    """A run without noise to speak of, and one from its weights whose certificate would have said ε < 1."""
+    loud = dataclasses.replace(SMALL, noise_multiplier=0.01, epsilon=None, seed=None)
+    run.train(loud, tmp_path / "loud")
+    quiet = dataclasses.replace(loud, noise_multiplier=20.0, weights=str(tmp_path / "loud" / "weights.safetensors"))
+    for train in (lambda: run.train(quiet, tmp_path / "quiet"), lambda: Ensemble([quiet])):
+        with pytest.raises(ConfigError, match=r"the run loud learnt from the records of digits.*not public"):
+            train()
+    assert not (tmp_path / "quiet").exists()
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "loud" / "weights.safetensors")
+    with pytest.raises(ConfigError, match="not public"):
+        Session(dataclasses.replace(quiet, weights=str(tmp_path / "link.safetensors")))
+    for copy in ("ledger.jsonl", "ledger.jsonl.copy"):
+        (tmp_path / "loud" / copy).write_text("?")
+    with pytest.raises(ConfigError, match="ledger cannot be read"):
+        Session(quiet)
+
+
+def test_weights_of_a_run_on_other_records_may_be_public(tmp_path):
+    data = load_data(SMALL)
+    half = dataclasses.replace(data, x_train=data.x_train[::2], y_train=data.y_train[::2], source=None)
+    run.train(SMALL, tmp_path / "half", dataset=half)
+    Session(dataclasses.replace(SMALL, weights=str(tmp_path / "half" / "weights.safetensors")))

@@ -9,6 +9,7 @@ records for time) leaves the first alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from erlangen.gradients.memory import Memory, remembered, restore, untouched
+from erlangen.gradients.memory import Memory, attributes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
 from erlangen.gradients.trace import Trace, alike_if_padded, own_copies, same, trace
@@ -51,6 +52,8 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
                 _check_outputs(module, inputs, start)
                 if training:
                     _check_rows(module, inputs, start, batch_first)
+        with untouched(module):
+            _check_answers(module, inputs)
     finally:
         for m, training in modes.items():
             m.training = training
@@ -62,18 +65,47 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
     first = trace(module, inputs, watched)
     known = start.tensors
     after = known | {n: t.detach().clone() for n, t in remembered(module) if n not in known or not torch.equal(t, known[n])}
-    for row, _, batch in _variants(inputs):
+    spoilt = [(row, " where they are not finite", _not_finite(inputs, row)) for row in watched[:2]]
+    for row, when, batch in [*((row, "", batch) for row, _, batch in _variants(inputs)), *spoilt]:
         restore(module, start)
-        second = trace(module, batch, [row])
+        try:
+            with attributes_untouched(module) if when else contextlib.nullcontext():  # nan would stay in whatever is kept
+                second = trace(module, batch, [row])
+        except Exception:
+            if when:  # it raises where a record is not finite: then nothing is released
+                continue
+            raise
         for a, b in zip(first.calls, second.calls, strict=False):
             if not a.same(b, watched.index(row)):
                 raise MixesSamples(
                     f"{where(a.path, a.module)} mixes samples: its output for one record changes with the other records of the "
-                    "batch, so clipping one record's gradient does not bound its influence. Make it treat rows "
+                    f"batch{when}, so clipping one record's gradient does not bound its influence. Make it treat rows "
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
-        _check_state(module, after, "is updated from the data")
+        if not when:
+            _check_state(module, after, "is updated from the data")
     _check_fewer(module, inputs, first, after, start)
+
+
+def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """In evaluation a module answers by its weights and buffers: what it saw in training it may have kept elsewhere."""
+    answers: list[list[Tensor]] = []
+    for seen in (inputs, tuple(changed(t, SCALES[1], 0) for t in inputs), tuple(t[:-1] if t.ndim else t for t in inputs)):
+        with untouched(module), attributes_untouched(module), torch.enable_grad():
+            try:
+                for training, batch in ((True, seen), (False, inputs)):
+                    module.train(training)
+                    torch.manual_seed(0)
+                    out = module(*own_copies(batch))
+            except Exception:  # of a module for batches of one size, say: its own call will tell
+                continue
+            answers.append([t.detach() for t in tree_leaves(out) if isinstance(t, Tensor)])
+    if any(not same(answers[0], other) for other in answers[1:]):
+        raise MixesSamples(
+            "what the module answers in evaluation depends on the records that it saw in training, beside its weights: it keeps "
+            "something of them in a plain attribute (a running mean, say), which no noise covers. Drop it, or compute it on public "
+            "data."
+        )
 
 
 def _told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -116,6 +148,26 @@ def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Te
             return
         for scale in SCALES if place < 2 else SCALES[:1]:
             yield row, scale, tuple(changed(t, scale, row) for t in inputs)
+        if place < 2:  # whoever is alike competes: for the places of an expert, or to be the first of its kind
+            yield row, 1.0, tuple(_copies(t, row) for t in inputs)
+
+
+def _copies(t: Tensor, row: int) -> Tensor:
+    return t[[row]].expand_as(t).clone() if t.ndim and t.shape[0] > row else t
+
+
+def _not_finite(inputs: tuple[Tensor, ...], row: int) -> tuple[Tensor, ...]:
+    """All rows but one are nan or infinite: whoever asks ``isnan().any()`` of a batch lets one record speak for all."""
+
+    def spoilt(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or not t.ndim:
+            return t
+        other = torch.full_like(t, torch.inf)
+        other[::2] = torch.nan
+        other[row] = t[row]
+        return other
+
+    return tuple(map(spoilt, inputs))
 
 
 def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> None:
@@ -334,6 +386,6 @@ def changed(t: Tensor, scale: float = 2.0, row: int = 0) -> Tensor:
     """The same tensor with every row but one replaced by other values of the same kind."""
     if not t.ndim or t.shape[0] < 2 or t.shape[0] <= row:
         return t
-    other = scale * torch.randn_like(t) + scale / 2 if t.is_floating_point() else t[[row]].expand_as(t).clone()
+    other = scale * torch.randn_like(t) + scale / 2 if t.is_floating_point() else _copies(t, row)
     other[row] = t[row]
     return other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 from collections.abc import Iterator
@@ -59,3 +60,41 @@ def restore(module: nn.Module, start: Memory) -> None:
             t.data = start.tensors[name].clone()
     for path, m in _with_extra_state(module):
         m.set_extra_state(copy.deepcopy(start.extra[path]))
+
+
+#: what every module has: parameters, buffers and hooks, which handles of the user's own point into
+_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@contextlib.contextmanager
+def attributes_untouched(module: nn.Module) -> Iterator[None]:
+    """What modules keep in plain attributes, which no state_dict() shows, is as it was afterwards: the same objects with the same
+    contents."""
+    own = lambda m: {name: value for name, value in vars(m).items() if name not in _EVERY_MODULE}  # noqa: E731
+    before = [(m, own(m), {name: _contents(value) for name, value in own(m).items()}) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, attributes, contents in before:
+            for name in own(m).keys() - attributes.keys():
+                del m.__dict__[name]
+            m.__dict__.update(attributes)
+            for name, value in attributes.items():
+                _refill(value, contents[name])
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(value) if isinstance(value, (list, set, collections.deque)) else None
+
+
+def _refill(value: Any, contents: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.shape == contents.shape and not torch.equal(value, contents):
+            value.data.copy_(contents)
+    elif contents is not None:
+        value.clear()
+        (value.extend if isinstance(value, (list, collections.deque)) else value.update)(contents)

@@ -102,13 +102,14 @@ class PrivateLoader(DataLoader):
         self.private_sampler, self.units, self._announce = sampler, units, announce
         self._layout = layout_of(plain.dataset)
         self._batches = _Batches(sampler, units, limit, workers or Workers())
+        self._collate = _Collate(plain.collate_fn or default_collate, plain.dataset)
         loading: dict[str, Any] = {}
         if plain.num_workers:
             loading = {"prefetch_factor": plain.prefetch_factor, "persistent_workers": plain.persistent_workers}
         super().__init__(
             plain.dataset,
             batch_sampler=self._batches,  # type: ignore[arg-type]
-            collate_fn=_Collate(plain.collate_fn or default_collate, plain.dataset),
+            collate_fn=self._collate,
             num_workers=plain.num_workers,
             pin_memory=plain.pin_memory,
             timeout=plain.timeout,
@@ -120,6 +121,11 @@ class PrivateLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         require_layout(self.dataset, self._layout)
+        if self.collate_fn is not self._collate:
+            raise RuntimeError(
+                "the collate function is another one than when the loader was made private: whether it puts a record into the "
+                "rows of others was not looked at. Give it to the DataLoader that make_private is called with"
+            )
         if not self.private_sampler.seeded:
             renew_generators()
         coming = self._batches.coming = deque()  # a queue of its own: iterations may overlap

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,40 +79,65 @@ def require_layout(dataset: Any, before: Any) -> None:
         )
 
 
-# -- collate functions ----------------------------------------------------------------------------------------------------
+# -- how records become a batch -------------------------------------------------------------------------------------------
 
 #: how often chance is asked whether it mixes: mixup is often left out, or mixes next to nothing
 SEEDS = 8
 
 
+def fetched(dataset: Any, places: list[int]) -> list[Any]:
+    """Records as loaders fetch them: all of a batch at once, where the data set can do that."""
+    together = getattr(dataset, "__getitems__", None)
+    return list(together(places)) if callable(together) else [dataset[k] for k in places]
+
+
 def refuse_mixing(loader: DataLoader, grouped: bool) -> None:
-    """One record more or less changes one row of a batch. Mixup, or a mean over the batch, in the collate function puts a
-    record into the rows of others, whose gradients are clipped as theirs. Where records are ``grouped``, rows keep their order."""
+    """One record more or less changes one row of a batch. Mixup, or a mean over the batch, in the collate function (or where the
+    data set fetches a whole batch) puts a record into the rows of others, whose gradients are clipped as theirs. Where records
+    are ``grouped``, rows keep their order."""
     dataset: Any = loader.dataset
     try:
         rows = [dataset[k] for k in range(min(6, len(dataset)))]
-        base, others = rows[:3], [*rows[3:], *map(_larger, rows[2:3])]
-        whose = _by_record(tree_leaves(_collated(loader, base, 0)), tree_leaves(_collated(loader, base[:-1], 0)), len(base))
+        others = [*rows[3:], *map(_larger, rows[2:3])]
+    except Exception:  # its own call will tell
+        return
+    _refuse_mixing(lambda rows: loader.collate_fn(copy.deepcopy(rows)), rows[:3], others, grouped, "the collate function")
+    if callable(getattr(dataset, "__getitems__", None)):
+        count = min(6, len(dataset))
+        places = [k * (len(dataset) - 1) // max(count - 1, 1) for k in range(count)]
+        batch = lambda places: loader.collate_fn(fetched(dataset, places))  # noqa: E731
+        _refuse_mixing(batch, places[:3], places[3:], grouped, f"{type(dataset).__name__}.__getitems__")
+
+
+def _refuse_mixing(batch: Callable[[list[Any]], Any], base: list[Any], others: list[Any], grouped: bool, what: str) -> None:
+    """``batch`` makes a batch of ``base``: with one of the ``others`` in the place of one of these, one row is another."""
+
+    def made(of: list[Any], seed: int) -> Any:
+        with seeded(seed):
+            return batch(of)
+
+    try:
+        whose = _by_record(tree_leaves(made(base, 0)), tree_leaves(made(base[:-1], 0)), len(base))
     except Exception:  # its own call will tell
         return
     if len(base) < 3 or not whose:
         return
-    first, again, second = (_rows_of(_collated(loader, base, seed), whose) for seed in (0, 0, 1))
+    first, again, second = (_rows_of(made(base, seed), whose) for seed in (0, 0, 1))
     if _unmatched(first, again, True):
         warnings.warn(
-            "whether the collate function mixes records was not checked: it draws random numbers that no seed settles. If it puts "
+            f"whether {what} mixes records was not checked: it draws random numbers that no seed settles. If it puts "
             "one record into the rows of others (mixup, cutmix), the guarantee does not hold.",
-            stacklevel=4,
+            stacklevel=5,
         )
         return
     by_chance = _unmatched(first, second, True) > 0
     for seed in range(SEEDS if by_chance else 1):
-        before = _rows_of(_collated(loader, base, seed), whose)
+        before = _rows_of(made(base, seed), whose)
         for other, place in itertools.product(others, range(len(base)) if grouped else [-1]):
             changed = list(base)
             changed[place] = other
             try:
-                after = _rows_of(_collated(loader, changed, seed), whose)
+                after = _rows_of(made(changed, seed), whose)
             except Exception:  # of a function that looks at values; records as they are will tell
                 continue
             if [t.shape for t in before[0]] != [t.shape for t in after[0]]:
@@ -120,18 +145,13 @@ def refuse_mixing(loader: DataLoader, grouped: bool) -> None:
             strange = _unmatched(before, after, grouped)
             if strange > 1 or (grouped and strange and _equal(before[place], after[place])):
                 raise ValueError(
-                    "the collate function puts a record into the rows of others (mixup, cutmix, a mean over the batch): one record "
+                    f"{what} puts a record into the rows of others (mixup, cutmix, a mean over the batch): one record "
                     "would move several clipped gradients. Do it to each record by itself, or on public data"
                 )
 
 
-def _collated(loader: DataLoader, rows: list[Any], seed: int) -> Any:
-    with _seeded(seed):
-        return loader.collate_fn(copy.deepcopy(rows))
-
-
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Every global generator starts from ``seed``, and is as it was afterwards."""
     ours, theirs = random.getstate(), np.random.get_state()  # noqa: NPY002 (what collate functions draw from)
     with torch.random.fork_rng(devices=[]):

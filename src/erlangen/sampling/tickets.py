@@ -9,9 +9,15 @@ from __future__ import annotations
 import warnings
 
 _GIVEN_UP = (
-    "a batch went through the module and was given up before its step, in a pass that goes on. If what it held decided that (a "
+    "a batch went through the module and was given up before its step, in a loop that goes on. If what it held decided that (a "
     "loss that is not finite, or too large), a step that was not taken says so, and no ε covers it: step on every batch. A record "
     "whose gradient is not finite counts for nothing anyway."
+)
+
+_SKIPPED = (
+    "{count} batch(es) were drawn by next(iter(loader)) and given up since the last step, in a loop that draws the batches of its "
+    "steps so. If what a batch held decided that (its loss, its size, a value in it), a step that was not taken says so, and no ε "
+    "covers it: step on every batch that is drawn, and look at records in a DataLoader of their own."
 )
 
 _ADDED_UP = (
@@ -26,10 +32,17 @@ class Pass:
 
     def __init__(self) -> None:
         self.over = self.left = self.stepped = self.given_up = False
+        #: batches drawn in it so far
+        self.draws = 0
         #: the sampler's expected batch when the batch in hand was drawn: loaders draw ahead, and it may have moved since
         self.expected_batch: float | None = None
         #: which of the sampler's draws that batch is a part of
         self.draw: int | None = None
+
+    @property
+    def single(self) -> bool:
+        """Left with its first batch: ``next(iter(loader))``."""
+        return self.left and self.draws == 1
 
     @property
     def idle(self) -> bool:
@@ -42,6 +55,9 @@ class Tickets:
 
     def __init__(self) -> None:
         self._open: list[Pass | None] = []
+        #: the pass of the last step, and how many were left with a batch in hand since
+        self._last: Pass | None = None
+        self._skipped = 0
 
     def draw(self, source: Pass | None, tried: bool, backward: bool = False) -> None:
         """A batch was drawn in the pass ``source`` (None: announced by hand, which says what comes next).
@@ -52,12 +68,25 @@ class Tickets:
         if backward and source is not None and self._open == [source]:
             self._open.clear()
             raise RuntimeError(_ADDED_UP)
+        if source is not None:
+            self._count_skipped(source, tried)
         if source is None or (tried and len(self._open) == 1):
             if source is not None and self._open == [source]:
                 source.given_up = True
             self._open.clear()
         self._open = [p for p in self._open if p is source or (p is not None and not p.idle)]
         self._open.append(source)
+
+    def _count_skipped(self, source: Pass, tried: bool) -> None:
+        """Batches of passes that were left: looked at before training began, or given up by a loop that goes on elsewhere."""
+        source.draws += 1
+        for p in self._open:
+            if p is None or p is source or not p.left:
+                continue
+            if p.stepped:  # a loop that was left: by a count of steps, or after it had seen what the batch held
+                source.given_up |= tried
+            else:
+                self._skipped += p.single
 
     def take(self) -> None:
         """The batch of this step: there must be exactly one."""
@@ -79,3 +108,6 @@ class Tickets:
             if waiting[0].given_up:
                 warnings.warn(_GIVEN_UP, stacklevel=5)
                 waiting[0].given_up = False
+            if self._skipped and waiting[0].draws == 1 and self._last is not None and self._last.single:
+                warnings.warn(_SKIPPED.format(count=self._skipped), stacklevel=5)
+        self._last, self._skipped = waiting[0], 0

@@ -25,6 +25,8 @@ class Units:
             return
         refuse_missing(labels)
         array = np.asarray(labels)
+        if array.ndim == 1:
+            refuse_merged(labels, array)
         if len(labels) != rows:
             raise ValueError(f"unit has {len(labels)} labels for {rows} records: give one label per record")
         if array.ndim != 1:
@@ -121,6 +123,21 @@ def refuse_missing(labels: Sequence[Any] | np.ndarray) -> None:
     if missing.any():
         row = int(missing.reshape(len(missing), -1).any(1).argmax())
         raise ValueError(f"unit has no value ({str(labels[row])!r}) for record {row}: give every record an id")
+
+
+def refuse_merged(labels: Sequence[Any] | np.ndarray, array: np.ndarray) -> None:
+    """One array has one type: of whole numbers beside a fraction it keeps 53 bits, and 1 beside text is "1". Units that become one
+    by that are promised nothing each."""
+    if isinstance(labels, (np.ndarray, torch.Tensor)):
+        return
+    values = [_plain(value) for value in labels]
+    kinds = {isinstance(value, (str, bytes)) for value in values}
+    if len(kinds) > 1 or (array.dtype.kind == "f" and len(set(values)) != len(np.unique(array))):
+        found = sorted({type(value).__name__ for value in values})
+        raise ValueError(
+            f"unit holds labels of several kinds ({', '.join(found)}), or whole numbers too long to be told apart beside the "
+            "others: write all of them as text, unit=[str(label) for label in labels]"
+        )
 
 
 def _is_missing(value: Any) -> bool:

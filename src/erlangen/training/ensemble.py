@@ -33,6 +33,7 @@ from erlangen.sampling import PoissonSampler
 from erlangen.streams import Stream
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
+from erlangen.training.folder import refuse_own_weights
 from erlangen.training.metrics import scores
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
 from erlangen.training.stacked import Stack
@@ -102,6 +103,7 @@ class Ensemble:
         self.x, self.y = put(self.dataset.x_train), put(self.dataset.y_train)
 
     def _model(self, config: TrainConfig, run_id: str) -> nn.Module:
+        refuse_own_weights(config, self.dataset)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Stream("init", config.seed, run_id).at(0).initial_seed())
             model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from erlangen.accounting.ledger import is_live
+from erlangen.accounting.compose import LEDGER_NAME
+from erlangen.accounting.ledger import LedgerError, copy_path, is_live, read_ledger
 from erlangen.data import Dataset, datasets
 from erlangen.data.base import digest_of
-from erlangen.models.public import digest
+from erlangen.models.public import digest, find
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 
@@ -64,6 +65,27 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
 def begun_with(config: TrainConfig) -> dict[str, str]:
     """What is in the file of public weights, whatever its name; empty without one."""
     return {} if config.weights is None else {"weights": digest(config.weights)}
+
+
+def refuse_own_weights(config: TrainConfig, dataset: Dataset) -> None:
+    """Weights that a run has learnt from these very records are not public: the certificate would leave out what that run spent."""
+    if config.weights is None:
+        return
+    run = find(config.weights).resolve().parent
+    ledger = run / LEDGER_NAME
+    if not ledger.exists() and not copy_path(ledger).exists():
+        return
+    try:
+        book = read_ledger(ledger, single_copy=True)
+    except LedgerError as error:
+        raise ConfigError(f"weights is {config.weights!r}, of a run whose ledger cannot be read, so that whose records they were "
+                          f"learnt from is not known: {error}") from error  # fmt: skip
+    if book.steps and book.data == dataset.fingerprint():
+        raise ConfigError(
+            f"weights is {config.weights!r}, which the run {run.name} learnt from the records of {dataset.name}: they are not "
+            f"public, and the ε of this run would leave out what that one spent. Train {run.name} for longer instead, or begin "
+            "with weights that no record of this data had a part in"
+        )
 
 
 def require_its_options(config_file: Path, began: Any, config: TrainConfig) -> None:

@@ -55,6 +55,7 @@ from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.diagnostics import StepDiagnostics
 from erlangen.training.ema import EMA
+from erlangen.training.folder import refuse_own_weights
 from erlangen.training.frozen import FrozenTrunk
 from erlangen.training.graphs import PartGraph
 from erlangen.training.metrics import evaluate, near_zero
@@ -144,6 +145,7 @@ class Session:
 
     def _model(self) -> nn.Module:
         config = self.config
+        refuse_own_weights(config, self.dataset)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Stream("init", config.seed, self.run_id).at(0).initial_seed())
             model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)

@@ -1,0 +1,80 @@
+"""What is trained beside the private optimizer, on the same backward pass, has gradients that nothing clips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import erlangen
+
+
+class Tied(nn.Module):
+    """A language model whose table is its last layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.body(self.table(tokens).mean(1)), self.table.weight)
+
+
+class Centres(nn.Module):
+    """A loss that learns the centre of each class, as ArcFace does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(16 * F.normalize(features) @ F.normalize(self.centres).T, labels)
+
+
+def private(module: nn.Module, trained: nn.Module, x: Tensor, y: Tensor, **options):
+    return erlangen.PrivacyEngine(seed=0).make_private(
+        module=module, optimizer=torch.optim.SGD(trained.parameters(), 1.0), noise_multiplier=10.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("private_first", [True, False])
+def test_a_second_optimizer_gets_no_gradient_without_noise(private_first):
+    """The label of one record moved the table by 1.7 bounds without any noise, at ε = 0.34."""
+    torch.manual_seed(0)
+    model = Tied()
+    tokens, labels = torch.randint(0, 20, (30, 4)), torch.randint(0, 20, (30,))
+    _, optimizer, loader = private(model, model.body, tokens, labels)
+    second, before = torch.optim.SGD(model.table.parameters(), 1.0), model.table.weight.detach().clone()
+    (batch,) = loader
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    if private_first:
+        optimizer.step()
+        second.step()
+        assert torch.equal(before, model.table.weight)
+    else:
+        second.step()
+        with pytest.raises(RuntimeError, match=r"another optimizer trains 'table\.weight'.*one optimizer"):
+            optimizer.step()
+
+
+def test_a_table_that_nobody_trains_is_no_mistake():
+    torch.manual_seed(0)
+    model = Tied()
+    _, optimizer, loader = private(model, model.body, torch.randint(0, 20, (30, 4)), torch.randint(0, 20, (30,)))
+    for _ in range(3):
+        for tokens, labels in loader:
+            F.cross_entropy(model(tokens), labels).backward()
+            optimizer.step()
+        model.load_state_dict(model.state_dict())
+
+
+def test_a_loss_that_learns_is_refused():
+    """Its centres had their gradients as they are: one label moved them by 10 bounds, at ε = 0.34."""
+    module, criterion = nn.Linear(6, 8), Centres()
+    x, y = torch.randn(30, 6), torch.randint(0, 5, (30,))
+    with pytest.raises(ValueError, match=r"Centres has parameters of its own \(centres\).*requires_grad_\(False\)"):
+        private(module, module, x, y, criterion=criterion)
+    private(module, module, x, y, criterion=criterion.requires_grad_(False))
