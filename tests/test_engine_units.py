@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from erlangen import PrivacyEngine
 from erlangen.accounting import Accountant, EventError, Protected, accountant, epsilon, gaussian, poisson
+from erlangen.accounting.protected import mixed
 from erlangen.sampling import Units
 
 X = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
@@ -171,3 +172,14 @@ def test_labels_that_would_become_one_are_refused(labels):
 )
 def test_labels_that_stay_apart_are_accepted(labels):
     assert Units(3, labels).count == 3
+
+
+def test_groups_without_a_name_on_other_records_are_anybodys():
+    """Patients of a data set, then families of a part of it that holds all records: ε for a patient was added to ε for a family."""
+    by_patient, by_family, part = (Protected(unit, grouping, data) for unit, grouping, data in (
+        ("group", "patients", "all"), ("group", "families", "part"), ("patient", "patients", "part"),
+    ))  # fmt: skip
+    assert "groups without a name" in mixed([by_patient, by_family])
+    assert "a group, then a patient" in mixed([by_patient, part])
+    assert mixed([Protected("patient", "one", "all"), part]) is None
+    assert mixed([by_patient, by_patient]) is None

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant, Protected
+from erlangen.accounting.protected import NAMELESS
 from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
 from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
 from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_type
@@ -107,7 +108,7 @@ def _units(dataset: Any, unit: Any) -> Units:
     """What is protected: records, or the groups that ``unit`` names or lists."""
     labels = unit_labels(dataset, unit)
     refuse_repeats(dataset, labels)
-    return Units(len(dataset), labels, unit if isinstance(unit, str) else "record" if unit is None else "group")
+    return Units(len(dataset), labels, unit if isinstance(unit, str) else "record" if unit is None else NAMELESS)
 
 
 def _rule(mechanism: str, clipping: Any, bound: Any, options: Mapping[str, Any]) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 
 from .events import EventError
 
+#: what units are called whose labels came without a name: on other records they may be anybody's
+NAMELESS = "group"
+
 
 @dataclass(frozen=True)
 class Protected:
@@ -19,7 +22,9 @@ class Protected:
 
     def agrees(self, other: Protected) -> bool:
         """On the same records units are who belongs together, whatever they are called; on others only names can be compared."""
-        return self.grouping == other.grouping if self.data == other.data else self.unit == other.unit
+        if self.data == other.data:
+            return self.grouping == other.grouping
+        return self.unit == other.unit != NAMELESS
 
     def to_json(self) -> dict[str, str]:
         return asdict(self)
@@ -39,6 +44,11 @@ def mixed(everybody: Iterable[Protected]) -> str | None:
         other = next((p for p in found[:k] if not p.agrees(one)), None)
         if other is None:
             continue
+        if one.unit == other.unit == NAMELESS and one.data != other.data:
+            return (
+                "releases on different data protect groups without a name, and whether one is part of another cannot be known. Say "
+                "what they are (unit='patient', an attribute of the data set), or train each on an engine (accountant) of its own"
+            )
         same = one.unit == other.unit
         units = f"the same records, put together into other units ({one.unit})" if same else f"a {other.unit}, then a {one.unit}"
         return (

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from erlangen.accounting import Accountant
 from erlangen.accounting.ledger import Release
+from erlangen.accounting.protected import NAMELESS
 from erlangen.data import Dataset, load
 from erlangen.data.augment import draw, views
 from erlangen.deploy.averaged import answering
@@ -88,7 +89,7 @@ class Session:
                 "units (from_torch(…, unit=…)), or leave unit out"
             )
         if dataset.unit is not None and config.unit is None:  # records that are averaged before they are clipped: one of them
-            config = replace(config, unit="group")  # can move its group's gradient by two bounds, and only the group's is C
+            config = replace(config, unit=NAMELESS)  # can move its group's gradient by two bounds, and only the group's is C
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
         #: made before the first step (the normalisation, if it was asked for); the ledger must have them first
