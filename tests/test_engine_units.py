@@ -112,10 +112,10 @@ def test_other_records_of_units_of_the_same_name_add_up():
     engine, labels = PrivacyEngine(), torch.tensor(PATIENTS)
     for fold in range(2):
         rows = [k for k in range(400) if k % 2 == fold]
-        steps(*private(engine, labels[rows].tolist(), Subset(TensorDataset(X, Y), rows)), count=1)
+        steps(*private(engine, {"patient": labels[rows].tolist()}, Subset(TensorDataset(X, Y), rows)), count=1)
         engine.remove()
     assert engine.get_epsilon(1e-5) < 1
-    with pytest.raises(EventError, match="a group, then a record"):
+    with pytest.raises(EventError, match="a patient, then a record"):
         private(engine, None)
 
 
@@ -183,3 +183,14 @@ def test_groups_without_a_name_on_other_records_are_anybodys():
     assert "a group, then a patient" in mixed([by_patient, part])
     assert mixed([Protected("patient", "one", "all"), part]) is None
     assert mixed([by_patient, by_patient]) is None
+    engine, half = PrivacyEngine(), list(range(200))
+    steps(*private(engine, PATIENTS), count=1)
+    engine.remove()
+    with pytest.raises(EventError, match="groups without a name"):
+        private(engine, PATIENTS[:200], Subset(TensorDataset(X, Y), half))
+
+
+@pytest.mark.parametrize("unit", [{}, {"a": PATIENTS, "b": PATIENTS}, {"": PATIENTS}])
+def test_a_name_and_its_labels_are_one_entry(unit):
+    with pytest.raises(ValueError, match="give one, a name and its labels"):
+        private(PrivacyEngine(), unit)

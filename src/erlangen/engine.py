@@ -80,7 +80,7 @@ class PrivacyEngine:
         clipping: str | ClippingRule = "flat",
         clipping_options: Mapping[str, Any] | None = None,
         max_physical_batch: int | str | None = None,
-        unit: str | Sequence[Any] | None = None,
+        unit: str | Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
         batch_first: bool = True,
         strategy: str = "auto",
         criterion: Callable[..., Any] | None = None,
@@ -96,7 +96,8 @@ class PrivacyEngine:
             loss_reduction: how *your* loss combines rows, "mean" or "sum"; ``criterion=`` lets it be checked.
             mechanism: a registered name or a `Mechanism` object.
             max_physical_batch: rows held in memory at once, or "auto"; results do not depend on it.
-            unit: the unit of privacy if it is not the record: one label per record, or the name of an attribute or key.
+            unit: the unit of privacy if it is not the record: one label per record, the name of an attribute or key, or both, a
+                name and its labels (``{"patient": labels}``).
             strategy: how layers compute norms: "auto", "materialise" or "norms-first".
             denoiser: post-processing of the private gradient (free): ``denoiser(gradients, variances) -> gradients``.
             check: run the two-sample independence probe on made-up inputs of the data's shape.

@@ -105,10 +105,15 @@ def prepare(
 
 
 def _units(dataset: Any, unit: Any) -> Units:
-    """What is protected: records, or the groups that ``unit`` names or lists."""
+    """What is protected: records, or the groups that ``unit`` names, lists, or names and lists."""
+    name = unit if isinstance(unit, str) else "record" if unit is None else NAMELESS
+    if isinstance(unit, Mapping):
+        if len(unit) != 1 or not all(isinstance(key, str) and key for key in unit):
+            raise ValueError(f"unit has the entries {list(unit)}; give one, a name and its labels: unit={{'patient': labels}}")
+        ((name, unit),) = unit.items()
     labels = unit_labels(dataset, unit)
     refuse_repeats(dataset, labels)
-    return Units(len(dataset), labels, unit if isinstance(unit, str) else "record" if unit is None else NAMELESS)
+    return Units(len(dataset), labels, name)
 
 
 def _rule(mechanism: str, clipping: Any, bound: Any, options: Mapping[str, Any]) -> Any:

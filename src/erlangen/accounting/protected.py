@@ -47,7 +47,7 @@ def mixed(everybody: Iterable[Protected]) -> str | None:
         if one.unit == other.unit == NAMELESS and one.data != other.data:
             return (
                 "releases on different data protect groups without a name, and whether one is part of another cannot be known. Say "
-                "what they are (unit='patient', an attribute of the data set), or train each on an engine (accountant) of its own"
+                "what they are (unit={'patient': labels}), or train each on an engine (accountant) of its own"
             )
         same = one.unit == other.unit
         units = f"the same records, put together into other units ({one.unit})" if same else f"a {other.unit}, then a {one.unit}"
