@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from erlangen.streams import seed_layers
+
 
 class Call(NamedTuple):
     """One call of a module, with the rows that are watched of all that it was given and of all that it returned."""
@@ -69,7 +71,7 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> 
         hooks.append(m.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         hooks.append(m.register_forward_hook(note, with_kwargs=True))
     try:
-        torch.manual_seed(0)
+        seed_layers(0)
         before = _random_states(inputs)
         with torch.no_grad():
             module(*own_copies(inputs))
