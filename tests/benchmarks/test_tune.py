@@ -30,7 +30,7 @@ def cifar(monkeypatch) -> Dataset:
 
 @pytest.fixture
 def narrow(monkeypatch) -> None:
-    """The recipe's network, layer by layer, with half of the fields in its last blocks: norms of groups still differ from those of fields."""
+    """The recipe's network with half of the fields and less: norms of groups of fields still differ from those of fields."""
     fewer = lambda *args, **options: equivariant_resnet9(*args, **{**options, "field_counts": (7, 7, 14)})  # noqa: E731
     monkeypatch.setattr(equivariant, "equivariant_resnet9", fewer)
 

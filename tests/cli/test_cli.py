@@ -36,8 +36,8 @@ def test_train_writes_a_run_and_one_json_object(tmp_path):
     assert summary["guarantee"]["epsilon"]["pld"] <= 2
     assert summary["run"] == str(out)
     assert (out / "weights.safetensors").exists()
-    again = run("train", "--out", str(out))
-    assert again.returncode == 2
+    again = CliRunner().invoke(app, ["train", "--out", str(out)])
+    assert again.exit_code == 2
     assert "holds a run already" in again.stderr
 
 
@@ -52,28 +52,17 @@ def test_what_the_library_warns_of_is_one_line_for_the_user(tmp_path):
 
 def test_train_in_plain_words(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=np.zeros((40, 5, 5), np.uint8), y_train=np.arange(40) % 2)
-    done = run(
-        "train",
-        "--data",
-        str(tmp_path / "own.npz"),
-        "--steps",
-        "2",
-        "--out",
-        str(tmp_path / "r"),
-        "--set",
-        "model=logistic",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "No public test set" in done.stdout
-    assert "ε = 3" in done.stdout
+    options = ["--data", str(tmp_path / "own.npz"), "--steps", "2", "--set", "model=logistic", "--out", str(tmp_path / "r")]
+    words = said("train", *options)
+    assert "No public test set" in words
+    assert "ε = 3" in words
 
 
 def test_a_run_with_hardly_any_noise_says_what_it_is(tmp_path):
     options = ["--noise-multiplier", "0.01", "--steps", "1", "--model", "logistic", "--out", str(tmp_path / "r")]
-    done = run("train", *options)
-    assert done.returncode == 0, done.stderr
-    assert "is at most 10^" in done.stdout
-    assert "pseudo-random, unseeded: for experiments; train with --secure" in done.stdout
+    words = said("train", *options)
+    assert "is at most 10^" in words
+    assert "pseudo-random, unseeded: for experiments; train with --secure" in words
     assert "Randomness     secure\n" in said("train", *options, "--secure", "--overwrite")
 
 
