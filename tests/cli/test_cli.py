@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -221,20 +222,27 @@ def test_reproduce_lists_and_dry_runs():
     assert cell["paper"] == 92.7
 
 
-def cpu_seconds(code: str) -> float:
-    """Processor time of a fresh interpreter, the best of three: other processes on the machine do not count."""
+def cpu_seconds(code: str, enough: float = 0.0) -> float:
+    """Processor time of a fresh interpreter, the best of five, or the first below ``enough``: other processes on the machine do
+    not count."""
     measure = (
         f"import resource, os\n{code}\nu = resource.getrusage(resource.RUSAGE_SELF)\nprint(u.ru_utime + u.ru_stime)"
     )
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # only the tests of kernels need Triton
     start = lambda: subprocess.run([sys.executable, "-c", measure], check=True, capture_output=True, text=True, env=plain)  # noqa: E731
-    return min(float(start().stdout.split()[-1]) for _ in range(3))
+    best = math.inf
+    for _ in range(5):
+        best = min(best, float(start().stdout.split()[-1]))
+        if best < enough:
+            break
+    return best
 
 
 def test_start_up_is_quick():
     assert "Usage" in run("--help").stdout
-    assert cpu_seconds("import erlangen.cli.main") < 1.0
-    assert cpu_seconds("import torch, erlangen; erlangen.PrivacyEngine") - cpu_seconds("import torch") < 0.3
+    assert cpu_seconds("import erlangen.cli.main", enough=1.0) < 1.0
+    most = cpu_seconds("import torch") + 0.3
+    assert cpu_seconds("import torch, erlangen; erlangen.PrivacyEngine", enough=most) < most
     loaded = "import sys, erlangen.cli.main; assert 'torch' not in sys.modules and 'dp_accounting' not in sys.modules"
     subprocess.run([sys.executable, "-c", loaded], check=True)
 
