@@ -81,6 +81,17 @@ def _filled(generator: torch.Generator, words: bytes) -> torch.Generator:
     return generator
 
 
+def seed_layers(seed: int) -> None:
+    """`torch.manual_seed` for the devices that are in use. For every other kind PyTorch would keep the seed until it is, and write
+    out the whole stack, at every call, to say where it came from."""
+    torch.default_generator.manual_seed(seed)
+    for kind in (torch.cuda, torch.xpu):
+        if kind.is_initialized():
+            kind.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+
+
 def fill_normal(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Independent standard normals in every entry of ``out``, as far out as any release needs them.
 

@@ -11,6 +11,8 @@ import pytest
 import erlangen.data.base
 from erlangen.data.base import Dataset
 from erlangen.experiments import preset
+from erlangen.models import equivariant
+from erlangen.models.equivariant import equivariant_resnet9
 from tests.scripts import script
 
 tune = script("tune")
@@ -20,10 +22,17 @@ tune = script("tune")
 def cifar(monkeypatch) -> Dataset:
     """A stand-in whose test set cannot be scored: its labels are of no class."""
     rng = np.random.default_rng(0)
-    x, y = rng.uniform(-1, 1, (60, 3, 32, 32)).astype(np.float32), np.arange(60) % 10
+    x, y = rng.uniform(-1, 1, (60, 3, 16, 16)).astype(np.float32), np.arange(60) % 10
     data = Dataset("cifar10", x, y, x[:5], np.full(5, 9), 10)
     monkeypatch.setitem(erlangen.data.base._DATASETS, "cifar10", lambda: data)
     return data
+
+
+@pytest.fixture
+def narrow(monkeypatch) -> None:
+    """The recipe's network with half of the fields and less: norms of groups of fields still differ from those of fields."""
+    fewer = lambda *args, **options: equivariant_resnet9(*args, **{**options, "field_counts": (7, 7, 14)})  # noqa: E731
+    monkeypatch.setattr(equivariant, "equivariant_resnet9", fewer)
 
 
 def start(monkeypatch, out, *words: str) -> dict:
@@ -42,7 +51,7 @@ def test_the_held_out_part_is_of_the_training_set(cifar):
     assert sorted(rows[:, 0, 0, 0]) == sorted(cifar.x_train[:, 0, 0, 0])
 
 
-def test_the_grid_over_the_recipes_choices(tmp_path, monkeypatch, cifar):
+def test_the_grid_over_the_recipes_choices(tmp_path, monkeypatch, cifar, narrow):
     out = tmp_path / "t.json"
     partly = start(monkeypatch, out, "--only", "8 views")
     assert [(row["cell"], row["lr"]) for row in partly["trials"]] == [("8 views", rate) for rate in (2.0, 3.0)]

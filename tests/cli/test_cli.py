@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,13 @@ def run(*args: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "erlangen.cli.main", *args], capture_output=True, text=True, **options)
 
 
+def said(*args: str) -> str:
+    """What a command prints that succeeds, in this process: for tests of its words."""
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
 def test_train_writes_a_run_and_one_json_object(tmp_path):
     out = tmp_path / "run"
     done = run("train", "--epsilon", "2", "--steps", "5", "--model", "mlp", "--seed", "1", "--out", str(out), "--json")
@@ -29,8 +37,8 @@ def test_train_writes_a_run_and_one_json_object(tmp_path):
     assert summary["guarantee"]["epsilon"]["pld"] <= 2
     assert summary["run"] == str(out)
     assert (out / "weights.safetensors").exists()
-    again = run("train", "--out", str(out))
-    assert again.returncode == 2
+    again = CliRunner().invoke(app, ["train", "--out", str(out)])
+    assert again.exit_code == 2
     assert "holds a run already" in again.stderr
 
 
@@ -45,30 +53,18 @@ def test_what_the_library_warns_of_is_one_line_for_the_user(tmp_path):
 
 def test_train_in_plain_words(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=np.zeros((40, 5, 5), np.uint8), y_train=np.arange(40) % 2)
-    done = run(
-        "train",
-        "--data",
-        str(tmp_path / "own.npz"),
-        "--steps",
-        "2",
-        "--out",
-        str(tmp_path / "r"),
-        "--set",
-        "model=logistic",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "No public test set" in done.stdout
-    assert "ε = 3" in done.stdout
+    options = ["--data", str(tmp_path / "own.npz"), "--steps", "2", "--set", "model=logistic", "--out", str(tmp_path / "r")]
+    words = said("train", *options)
+    assert "No public test set" in words
+    assert "ε = 3" in words
 
 
 def test_a_run_with_hardly_any_noise_says_what_it_is(tmp_path):
     options = ["--noise-multiplier", "0.01", "--steps", "1", "--model", "logistic", "--out", str(tmp_path / "r")]
-    done = run("train", *options)
-    assert done.returncode == 0, done.stderr
-    assert "is at most 10^" in done.stdout
-    assert "pseudo-random, unseeded: for experiments; train with --secure" in done.stdout
-    secure = run("train", *options, "--secure", "--overwrite")
-    assert "Randomness     secure\n" in secure.stdout
+    words = said("train", *options)
+    assert "is at most 10^" in words
+    assert "pseudo-random, unseeded: for experiments; train with --secure" in words
+    assert "Randomness     secure\n" in said("train", *options, "--secure", "--overwrite")
 
 
 MISUSE = [
@@ -209,37 +205,44 @@ def test_tensorboard_is_optional(tmp_path):
 def test_a_dry_run_needs_no_weights_and_says_which_a_run_needs(monkeypatch, tmp_path):
     monkeypatch.setenv("ERLANGEN_DATA", str(tmp_path))
     asked = ("reproduce", "gredp-table2", "--only", "CIFAR10 1Conv ε=2 GReDP as published", "--dry-run")
-    cells = json.loads(run(*asked, "--json").stdout)["cells"]
+    cells = json.loads(said(*asked, "--json"))["cells"]
     assert [c["claimed_epsilon"] for c in cells] == [2.0, 2.0]
     assert all(2.0 < c["epsilon"]["pld"] < 6 for c in cells)
-    said = run(*asked).stdout.replace("\n", " ")
-    assert "A run needs resnet18-cifar10-first-half.safetensors" in said
-    assert "--data cifar10_first_half --model resnet18" in said
+    words = said(*asked).replace("\n", " ")
+    assert "A run needs resnet18-cifar10-first-half.safetensors" in words
+    assert "--data cifar10_first_half --model resnet18" in words
 
 
 def test_reproduce_lists_and_dry_runs():
     listed = json.loads(run("reproduce", "--list", "--json").stdout)
     assert "gredp-table1" in [p["name"] for p in listed["presets"]]
-    dry = json.loads(run("reproduce", "gredp-table1", "--only", "LeNet-5 DP-SGD", "--dry-run", "--json").stdout)
+    dry = json.loads(said("reproduce", "gredp-table1", "--only", "LeNet-5 DP-SGD", "--dry-run", "--json"))
     cell = dry["cells"][0]
     assert 0.99 < cell["epsilon"]["pld"] <= 1.0
     assert cell["paper"] == 92.7
 
 
-def cpu_seconds(code: str) -> float:
-    """Processor time of a fresh interpreter, the best of five: other processes on the machine do not count."""
+def cpu_seconds(code: str, enough: float = 0.0) -> float:
+    """Processor time of a fresh interpreter, the best of five, or the first below ``enough``: other processes on the machine do
+    not count."""
     measure = (
         f"import resource, os\n{code}\nu = resource.getrusage(resource.RUSAGE_SELF)\nprint(u.ru_utime + u.ru_stime)"
     )
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # only the tests of kernels need Triton
     start = lambda: subprocess.run([sys.executable, "-c", measure], check=True, capture_output=True, text=True, env=plain)  # noqa: E731
-    return min(float(start().stdout.split()[-1]) for _ in range(5))
+    best = math.inf
+    for _ in range(5):
+        best = min(best, float(start().stdout.split()[-1]))
+        if best < enough:
+            break
+    return best
 
 
 def test_start_up_is_quick():
     assert "Usage" in run("--help").stdout
-    assert cpu_seconds("import erlangen.cli.main") < 1.0
-    assert cpu_seconds("import torch, erlangen; erlangen.PrivacyEngine") - cpu_seconds("import torch") < 0.3
+    assert cpu_seconds("import erlangen.cli.main", enough=1.0) < 1.0
+    most = cpu_seconds("import torch") + 0.3
+    assert cpu_seconds("import torch, erlangen; erlangen.PrivacyEngine", enough=most) < most
     loaded = "import sys, erlangen.cli.main; assert 'torch' not in sys.modules and 'dp_accounting' not in sys.modules"
     subprocess.run([sys.executable, "-c", loaded], check=True)
 

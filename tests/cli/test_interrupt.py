@@ -6,12 +6,14 @@ import json
 import os
 import re
 import select
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from erlangen.cli.main import app
 
 pty = pytest.importorskip("pty", reason="needs a terminal of POSIX")
 
@@ -48,12 +50,10 @@ def test_ctrl_c_says_what_is_spent_and_the_run_goes_on(tmp_path):
     steps, spent, command = int(found[1]), float(found[2]), found[3]
     assert steps < 60, "ε was shown only when the run first evaluated"
 
-    inspected = [sys.executable, "-m", "erlangen", "inspect", "run", "--json"]
-    book = json.loads(subprocess.run(inspected, cwd=tmp_path, capture_output=True, check=True).stdout)
+    book = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--json"]).stdout)
     assert book["epsilon"]["pld"] == pytest.approx(spent, rel=1e-3)
     code, screen = typed(command.split()[1:], tmp_path, stop_at=None)
     assert code == 0, screen[-500:]
     assert "600/600" in screen
     assert "Privacy        ε = 3" in screen
-    verify = [sys.executable, "-m", "erlangen", "verify", "run"]
-    assert subprocess.run(verify, cwd=tmp_path, capture_output=True).returncode == 0
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "run")]).exit_code == 0

@@ -15,7 +15,7 @@ from scipy import stats
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.noise import GRID, SecureNoise, StreamNoise, secure_normal
 from erlangen.sampling import PoissonSampler
-from erlangen.streams import Stream, fill_normal, secure_uniform
+from erlangen.streams import Stream, fill_normal, secure_uniform, seed_layers
 from tests.alone import alone
 
 
@@ -302,3 +302,17 @@ def test_secure_uniforms_are_never_zero_or_one(monkeypatch, word):
     monkeypatch.setattr(streams, "secure_words", lambda count: torch.full((count,), word, dtype=torch.int64))
     u = streams.secure_uniform(3)
     assert bool(((u > 0) & (u < 1)).all())
+
+
+def test_layers_draw_what_pytorchs_own_seed_gives_them():
+    """`torch.manual_seed` also keeps a seed for devices that nothing uses, and where it was called from."""
+    torch.manual_seed(3)
+    own = torch.rand(5)
+    torch.rand(2)
+    seed_layers(3)
+    assert torch.equal(torch.rand(5), own)
+    if torch.cuda.is_available():
+        torch.manual_seed(3)
+        own = torch.rand(5, device="cuda")
+        seed_layers(3)
+        assert torch.equal(torch.rand(5, device="cuda"), own)

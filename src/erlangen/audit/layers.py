@@ -17,6 +17,7 @@ from erlangen.audit.verdict import Finding, failed, passed
 from erlangen.gradients import RowMap, Tape, attach, detach, kernels
 from erlangen.gradients.tape import STRATEGIES, PerSampleGradients
 from erlangen.mechanisms.gaussian import GaussianMechanism
+from erlangen.streams import seed_layers
 
 AGREEMENT = 1e-4
 
@@ -61,7 +62,7 @@ def one_by_one(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def audit_layer(name: str, example: Example, rows: int = 3, device: str = "cpu") -> Finding:
     """Agreement of gradients, norms and sums for every strategy and row map, in two metrics; then contributions under hostile
     inputs, also in bfloat16. On a GPU this goes through the fused kernels."""
-    torch.manual_seed(0)
+    seed_layers(0)
     module = example.build()
     for p in module.parameters():
         if p.ndim == 1:  # affine parameters at their defaults hide mistakes

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from erlangen.audit.montecarlo import Subject
 from erlangen.audit.steps import Step
 from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, mechanisms
+from erlangen.streams import seed_layers
 
 #: options under which a registered mechanism is audited; a builder may bring its own as an attribute ``audited``
 VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
@@ -87,7 +87,7 @@ class Recipe:
         return self.mechanism + rule + (f" ({told})" if told else "")
 
     def build(self) -> Mechanism:
-        torch.manual_seed(0)
+        seed_layers(0)
         module = self.network()
         rule = make_clipping(self.clipping, self.bound)
         context = Context(self.sigma, rule, StreamNoise(self.seed, "audit"), module, self.batch, dict(self.options))
@@ -104,7 +104,7 @@ class Recipe:
             yield partial(self._step, network, shape)
 
     def _step(self, network: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
-        torch.manual_seed(0)
+        seed_layers(0)
         return Step(
             network(), shape, self.mechanism, dict(self.options), sigma=self.sigma, bound=self.bound, clipping=self.clipping,
             seed=self.seed,

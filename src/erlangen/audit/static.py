@@ -34,6 +34,7 @@ from erlangen.mechanisms import ClippingRule, Mechanism, NoiseSource, StreamNois
 from erlangen.mechanisms.clipping import clipping_rules
 from erlangen.mechanisms.companions import companions
 from erlangen.sampling import Sampler, samplers
+from erlangen.streams import seed_layers
 
 
 @single_threaded
@@ -41,7 +42,7 @@ def audit_bounds(name: str, build: Callable[[], Any], shape: tuple[int, ...], st
     """A Lipschitz layer's three bounds under gradient ascent, at its initial weights and at wild ones after projection."""
     from erlangen.lipschitz import check_layer
 
-    torch.manual_seed(0)
+    seed_layers(0)
     worst = 0.0
     try:
         for attempt in range(3):

@@ -37,6 +37,7 @@ from erlangen.mechanisms import Diagonal, Direction, Fourier, GaussianMechanism,
 from erlangen.mechanisms.clipping import AdaptiveQuantile, AutoS, Flat, PerLayer
 from erlangen.mechanisms.companions import ImportanceSampling, SelectiveUpdate
 from erlangen.sampling import PoissonSampler, ShuffledBatches
+from erlangen.streams import seed_layers
 from erlangen.training.session import Session
 
 SHAPES = {"conv": torch.Size([1, 1, 5]), "head": torch.Size([3])}
@@ -97,7 +98,7 @@ def bound_to(mechanism: Mechanism) -> Mechanism:
 
 def trained(layer: Callable[[], Any], shape: tuple[int, ...]) -> Step:
     """A Lipschitz layer with wild weights (projection tames them) in a small network that trains without clipping."""
-    torch.manual_seed(0)
+    seed_layers(0)
     inner = layer()
     for p in inner.parameters():
         nn.init.normal_(p, std=10.0)

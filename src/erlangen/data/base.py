@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,7 @@ def renormalised(dataset: Dataset, mean: tuple[float, ...], std: tuple[float, ..
 @register_dataset("digits")
 def digits() -> Dataset:
     """scikit-learn's handwritten digits: 1,797 images of 8×8, every fifth one kept for the public test."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
+    images, labels = _digits()
     x = (images.reshape(-1, 1, 8, 8) / 8.0 - 1.0).astype(np.float32)
     test = np.arange(len(x)) % 5 == 4
     y: Any = labels.astype(np.int64)
@@ -177,3 +176,11 @@ def digits() -> Dataset:
     return Dataset(
         "digits", x[~test], y[~test], x[test], y[test], 10, class_names=names, preprocessing=Preprocessing(1, 8, 8)
     )
+
+
+@lru_cache(maxsize=1)
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """As they are stored: read once, because that is text, and only copied from."""
+    from sklearn.datasets import load_digits
+
+    return load_digits(return_X_y=True)

@@ -24,6 +24,7 @@ from erlangen.gradients.memory import Memory, attributes_untouched, remembered, 
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
 from erlangen.gradients.trace import Trace, alike_if_padded, own_copies, same, trace
+from erlangen.streams import seed_layers
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
@@ -280,7 +281,7 @@ def _cotangents(
 ) -> _Cotangents:
     """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
     restore(module, start)
-    torch.manual_seed(0)
+    seed_layers(0)
     watch.seen, watch.kept = [], _watched(batch)
     leaves = tree_leaves(module(*own_copies(batch)))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()

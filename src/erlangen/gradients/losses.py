@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from erlangen.gradients.independence import SCALES, MixesSamples, changed
 from erlangen.gradients.trace import same
+from erlangen.streams import seed_layers
 
 #: PyTorch's own ignore_index, which nobody chose: no class of a whole record has this label, but pixels and tokens may
 UNUSED = -100
@@ -36,7 +37,7 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
         logits = logits.detach().clone().requires_grad_()
         scale = len(logits) if reduction == "mean" else 1
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            seed_layers(0)
             return scale * torch.autograd.grad(criterion(logits, labels), logits)[0]
 
     own = gradient(outputs, targets)

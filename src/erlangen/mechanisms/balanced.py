@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from erlangen.streams import seed_layers
+
 #: backward passes, and made-up inputs in each
 PASSES, ROWS = 8, 8
 #: no parameter is taken to have gradients smaller than this share of the root mean square over all of them
@@ -75,7 +77,7 @@ def fresh(module: nn.Module, start: Mapping[str, Tensor]) -> nn.Module:
     """A copy on the CPU with weights drawn anew, after the old ones were erased: one that is kept cannot be missed."""
     net = copy.deepcopy(module).cpu().float().eval().requires_grad_()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed_layers(0)
         for p in net.parameters():
             p.fill_(torch.nan)
         for layer in net.modules():

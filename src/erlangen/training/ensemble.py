@@ -30,7 +30,7 @@ from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, 
 from erlangen.models import make_model
 from erlangen.prepare import refuse_module
 from erlangen.sampling import PoissonSampler
-from erlangen.streams import Stream
+from erlangen.streams import Stream, seed_layers
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.folder import refuse_own_weights
@@ -105,7 +105,7 @@ class Ensemble:
     def _model(self, config: TrainConfig, run_id: str) -> nn.Module:
         refuse_own_weights(config, self.dataset)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(Stream("init", config.seed, run_id).at(0).initial_seed())
+            seed_layers(Stream("init", config.seed, run_id).at(0).initial_seed())
             model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)
         return model.to(self.device)
 
@@ -207,7 +207,7 @@ class Ensemble:
         self._released[self._own] = self._released.get(self._own, 0) + steps  # a chunk that is broken off counts in full
         self._forget()
         self.steps_taken.fill_(self.step_count)
-        torch.manual_seed(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
+        seed_layers(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
         if self._drawn_from != self._noise.root:  # a fork or a copy draws batches of its own, and so it must its noise
             self.generator, self._drawn_from = self._noise.at(0, self.device), self._noise.root
             self._graphs = None

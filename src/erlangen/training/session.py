@@ -49,7 +49,7 @@ from erlangen.sampling import Units
 from erlangen.sampling.physical import static_rows
 from erlangen.sharded import record_gathered
 from erlangen.spelling import hint
-from erlangen.streams import Stream
+from erlangen.streams import Stream, seed_layers
 from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
@@ -148,7 +148,7 @@ class Session:
         config = self.config
         refuse_own_weights(config, self.dataset)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(Stream("init", config.seed, self.run_id).at(0).initial_seed())
+            seed_layers(Stream("init", config.seed, self.run_id).at(0).initial_seed())
             model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)
         if self.shards is not None:  # its parts go to the device one by one
             return model
@@ -238,7 +238,7 @@ class Session:
         """One logical batch: one draw, one release, one update."""
         config = self.config
         recorded = self.graph is not None and self.graph.ready()
-        torch.manual_seed(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
+        seed_layers(self._layers.at(self.step_count).initial_seed())  # without a seed known to nobody: see `renew_generators`
         parts = self._parts()
         if self.diagnostics is not None:
             self.diagnostics.before()
