@@ -54,7 +54,7 @@ class GaussianLoss(GaussianPrivacyLoss):
         """The x of each loss. Without sampling the loss at x is log(1 + (e^loss − 1)/q), and with the sign of both turned where
         the record is added."""
         if self.sampling_prob == 1:
-            return self._unsampled(losses)
+            return np.asarray(self._inverse_privacy_loss_without_subsampling_remove(losses))
         rate, least = 1 / self.sampling_prob, math.log(1 - self.sampling_prob)
         added = self.adjacency_type == AdjacencyType.ADD
         signed = -losses if added else losses
@@ -63,11 +63,8 @@ class GaussianLoss(GaussianPrivacyLoss):
         apart = (signed == 0) | (signed <= least) | np.isclose(signed, least, rtol=1e-8, atol=0) | (first <= second)
         first[apart] = second + 1.0
         without = first + np.log1p(-np.exp(second - first))
-        x = self.sensitivity + self._unsampled(-without) if added else self._unsampled(without)
+        x = self._inverse_privacy_loss_without_subsampling_remove(-without if added else without)
+        x = self.sensitivity + x if added else x
         for k in np.flatnonzero(apart):
             x[k] = self.inverse_privacy_loss(losses[k])
-        return x
-
-    def _unsampled(self, losses: np.ndarray) -> np.ndarray:
-        """Where the loss of N(−1, σ²) against N(0, σ²) is this: x = −1/2 − loss·σ²."""
-        return -0.5 * self.sensitivity - losses * (self.standard_deviation**2) / self.sensitivity
+        return np.asarray(x)
