@@ -176,8 +176,6 @@ def _rdp(normal: Normal) -> _Curve:
     from dp_accounting import UnsupportedEventError
     from dp_accounting.rdp import RdpAccountant
 
-    if all(_is_gaussian(event) for event, _ in normal):
-        return _gaussian_rdp(normal)
     accountant = RdpAccountant()
     try:
         with _quiet():
@@ -186,21 +184,6 @@ def _rdp(normal: Normal) -> _Curve:
     except UnsupportedEventError as error:
         raise _unsupported(normal, "rdp", "add-or-remove-one") from error
     return _Curve(_quietly(accountant.get_epsilon), _quietly(accountant.get_delta))
-
-
-def _gaussian_rdp(normal: Normal) -> _Curve:
-    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
-
-    from .renyi import ORDERS, divergences
-
-    total = 0.0 * ORDERS
-    for event, count in normal:
-        q, sigma, _ = _shape(event)
-        total += count * divergences(sigma, q)
-    return _Curve(
-        _quietly(lambda delta: compute_epsilon(ORDERS, total, delta)[0]),
-        _quietly(lambda epsilon: compute_delta(ORDERS, total, epsilon)[0]),
-    )
 
 
 def _interval(normal: Normal) -> float:
@@ -244,13 +227,6 @@ def _shape(event: Any) -> tuple[float, float, bool]:
     return q, event.noise_multiplier, isinstance(event, GaussianDpEvent)
 
 
-def _is_gaussian(event: Any) -> bool:
-    """Whether an elementary event is a Gaussian release, sampled or not."""
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-
-    return isinstance(event.event if isinstance(event, PoissonSampledDpEvent) else event, GaussianDpEvent)
-
-
 def _zero_is_doubtful(normal: Normal, delta: float) -> bool:
     """Whether ε = 0 contradicts the central limit: δ(0) ≈ μ/√(2π) with μ² = Σ n q² (e^(1/σ²) − 1).
 
@@ -273,12 +249,16 @@ def _replace_one(normal: Normal, method: Method) -> Normal:
     `dp_accounting`'s RDP accountant ignores the relation for Gaussian and Laplace events, which would under-count;
     what is not proved here is refused.
     """
-    from dp_accounting import GaussianDpEvent
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
     plain = len(normal) == 1 and isinstance(normal[0][0], GaussianDpEvent)
     if plain:
         return ((GaussianDpEvent(normal[0][0].noise_multiplier / 2), 1),)
-    if method == "rdp" or not all(_is_gaussian(event) for event, _ in normal):
+    gaussian = all(
+        isinstance(event.event if isinstance(event, PoissonSampledDpEvent) else event, GaussianDpEvent)
+        for event, _ in normal
+    )
+    if method == "rdp" or not gaussian:
         raise _unsupported(normal, method, "replace-one")
     return normal
 
