@@ -158,10 +158,6 @@ def _one_release(event: Any, interval: float, neighbouring: Neighbouring) -> Any
     from dp_accounting.pld import privacy_loss_distribution as distribution
 
     q, multiplier, gaussian = _shape(event)
-    if gaussian and neighbouring == "add-or-remove-one":
-        from .one_release import gaussian_release
-
-        return gaussian_release(multiplier, q, interval)
     if gaussian:
         return distribution.from_gaussian_mechanism(
             multiplier,
