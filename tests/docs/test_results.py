@@ -226,6 +226,19 @@ def test_trials_from_a_prior() -> None:
     assert f"| from a prior | {found[1.0]} | {found[2.0]} |" in page("cifar.md")
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_answers_averaged_over_views(place: int) -> None:
+    run = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "views-cifar.json").read_text())["runs"][place]
+    one, many = run["single"], run["averaged"]
+    cells = [
+        rounded_up(run["epsilon"]["pld"], 2), rounded_up(run["epsilon"]["rdp"], 2),
+        *(f"{100 * scores['test_accuracy']:.2f}" for scores in (one, many)),
+        f"{100 * run['gain']:+.2f} ± {100 * run['half_width_95']:.2f}",
+        *(f"{decimal(one[name], n)} → {decimal(many[name], n)}" for name, n in (("brier", 3), ("ece", 2))),
+    ]  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in page("cifar.md")
+
+
 BALANCE = {
     "escnn^0.5": "`escnn`, `power=0.5`", "escnn": "`escnn`", "paper^0.5": "`paper`, `power=0.5`", "paper": "`paper`",
     "balanced": "`balanced`",
