@@ -109,6 +109,8 @@ def test_a_run_evaluates_predicts_and_exports_its_averaged_answers(trained: Path
     np.testing.assert_allclose([r.probabilities for r in rows], expected.double().softmax(1), atol=1e-5)
     assert export(trained, out=tmp_path / "averaged").difference <= 1e-5
     assert export(trained, out=tmp_path / "single", average_views=False).difference <= 1e-5
+    said = [json.loads((tmp_path / name / "model.json").read_text()).get("answers") for name in ("averaged", "single")]
+    assert said == ["averaged over 10 views of each image", None]
     assert "flip" in (tmp_path / "averaged" / "model.py").read_text()
     assert "flip" not in (tmp_path / "single" / "model.py").read_text()
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor, fx, nn
 
+from erlangen.deploy.averaged import Averaged
 from erlangen.deploy.card import ModelCard, load_run
 from erlangen.deploy.fold import ExportError, plain
 from erlangen.deploy.plain_layers import Normalise
@@ -71,6 +72,8 @@ def export(
     network = plain(_Pipeline(card, model))
     reference = _Pipeline(card, model).eval()
     facts = describe(card, Path(run))
+    if isinstance(model, Averaged):
+        facts["answers"] = f"averaged over {model.count} views of each image"
     if format == "torch":
         return _torch(network, reference, card, facts, Path(out or Path(run) / "export"))
     return _onnx(network, reference, card, facts, Path(out or Path(run) / "model.onnx"))
