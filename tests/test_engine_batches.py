@@ -1,0 +1,206 @@
+"""What puts a record into the rows of others before the network sees them: padding, collate functions, fetching a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from erlangen.gradients.independence import MixesSamples
+from tests.test_engine_records import private, records
+
+
+class Sequences(Dataset):
+    def __init__(self, lengths: list[int]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.items = [torch.randn(k, 4, generator=generator) for k in lengths]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, k: int) -> tuple[Tensor, int]:
+        return self.items[k], k % 2
+
+
+def padded(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    return nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True), torch.tensor([y for _, y in rows])
+
+
+class Reads(nn.Module):
+    """The last state of an LSTM as a batch pads it, or the sum of all tokens."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last, self.lstm, self.head = last, nn.LSTM(4, 6, batch_first=True), nn.Linear(6 if last else 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1] if self.last else x.sum(1))
+
+
+def test_the_length_of_a_record_does_not_reach_the_others():
+    """One long sequence pads all others of its batch, and their last state is another one."""
+    lengths = [3] * 15 + [30]
+    with pytest.raises(MixesSamples, match="padded"):
+        private(Sequences(lengths), Reads(last=True), collate_fn=padded)
+    private(Sequences(lengths), Reads(last=True), collate_fn=padded, check=False)
+    private(Sequences([3] * 16), Reads(last=True), collate_fn=padded)
+    private(Sequences(lengths), Reads(last=False), collate_fn=padded)
+
+
+# -- collate functions ----------------------------------------------------------------------------------------------------
+
+
+def stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+def mixup(rows: list[tuple[Tensor, Tensor]], share: float | None = 0.5, chance: float = 1.0) -> tuple[Tensor, Tensor]:
+    x, y = stacked(rows)
+    if torch.rand(()) >= chance:
+        return x, y
+    share = float(torch.rand(())) if share is None else share
+    return share * x + (1 - share) * x[torch.randperm(len(x)) if chance < 1 else torch.arange(len(x)).roll(1)], y
+
+
+def centred(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = stacked(rows)
+    return x - x.mean(0), y
+
+
+MIXING = {
+    "mixup": mixup, "now and then": lambda rows: mixup(rows, None, 0.5), "centred": centred,
+    "largest": lambda rows: (stacked(rows)[0] / stacked(rows)[0].abs().max(), stacked(rows)[1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_collate_function_that_mixes_records_is_refused(name):
+    """With mixup a record is in two rows: removing one of 12 moved the sum by 2.7 bounds, and centring by 13.9."""
+    with pytest.raises(ValueError, match="collate function puts a record into the rows of others"):
+        private(records(), collate_fn=MIXING[name])
+
+
+def test_what_mixup_in_a_collate_function_moves():
+    moved = {}
+    for name in ("mixup", "centred"):
+        sums = []
+        for count in (12, 11):
+            x = torch.ones(12, 5)
+            x[11] = -100.0
+            torch.manual_seed(0)
+            model = nn.Linear(5, 3)
+            _, optimizer, loader = private(
+                TensorDataset(x[:count], torch.zeros(12, dtype=torch.long)[:count]), model, collate_fn=MIXING[name], check=False
+            )
+            batch, targets = next(iter(loader))
+            F.cross_entropy(model(batch), targets, reduction="mean").backward()
+            optimizer.step()
+            sums.append(count * torch.cat([p.grad.flatten() for p in model.parameters()]))
+        moved[name] = float((sums[0] - sums[1]).norm())
+    assert moved["mixup"] > 2.5
+    assert moved["centred"] > 13
+
+
+def test_a_collate_function_that_comes_later_is_refused():
+    """It was used as it is: centring moved the sum by 13.9 bounds after all."""
+    _, _, loader = private(records())
+    next(iter(loader))
+    loader.collate_fn = centred
+    with pytest.raises(RuntimeError, match="collate function is another one"):
+        next(iter(loader))
+
+
+class Together(Dataset):
+    """Fetches a whole batch at once, as tables and tokenizers do."""
+
+    def __init__(self, dataset: Dataset, batch=lambda rows: rows) -> None:
+        self.dataset, self.batch = dataset, batch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: int):
+        return self.batch([self.dataset[place]])[0]
+
+    def __getitems__(self, places: list[int]):
+        return self.batch([self.dataset[k] for k in places])
+
+
+def centred_rows(rows):
+    mean = torch.stack([x for x, _ in rows]).mean(0)
+    return [(x - mean, y) for x, y in rows]
+
+
+def test_a_data_set_that_mixes_the_records_of_a_batch_is_refused():
+    """Records were looked at one by one, and loaders fetch them together: one record of 11 moved the sum by 10.4 bounds."""
+
+    def released(count: int) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(11, 5)
+        x[10] = 1e4
+        model = nn.Linear(5, 3)
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        dataset = Together(TensorDataset(x[:count], torch.zeros(count, dtype=torch.long)), centred_rows)
+        _, optimizer, loader = private(dataset, model, check=False)
+        for inputs, labels in loader:
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) * count
+
+    assert float((released(11) - released(10)).norm()) > 10
+    swapped = lambda rows: [(x, rows[-1 - k][1]) for k, (x, _) in enumerate(rows)]  # noqa: E731
+    for batch in (centred_rows, swapped):
+        for dataset in (Together(records(), batch), Subset(Together(records(), batch), range(9))):
+            with pytest.raises(ValueError, match=r"__getitems__ puts a record into the rows of others"):
+                private(dataset)
+
+
+def test_data_sets_that_fetch_a_batch_at_once_are_accepted():
+    noisy = lambda rows: [(x + torch.randn_like(x), y) for x, y in rows]  # noqa: E731
+    at_once = lambda rows: list(zip(torch.stack([x for x, _ in rows]) + torch.randn(len(rows), 5), [y for _, y in rows]))  # noqa: E731
+    for batch in (lambda rows: rows, noisy, at_once):
+        private(Together(records(), batch))
+        private(Subset(Together(records(), batch), range(9)))
+
+
+def test_padding_where_a_batch_is_fetched_is_found():
+    def to_the_longest(rows):
+        longest = max(len(x) for x, _ in rows)
+        return [(F.pad(x, (0, 0, 0, longest - len(x))), y) for x, y in rows]
+
+    dataset = Together(Sequences([5, 3, 9, 4] * 4), to_the_longest)
+    with pytest.raises(MixesSamples, match="length to which its batch is padded"):
+        private(dataset, Reads(last=True))
+    private(dataset, Reads(last=False))
+
+
+def test_collate_functions_that_treat_each_record_by_itself_are_accepted():
+    by_row = {
+        "plain": stacked, "shuffled": lambda rows: stacked([rows[k] for k in torch.randperm(len(rows))]),
+        "sorted": lambda rows: stacked(sorted(rows, key=lambda row: float(row[0].sum()))),
+        "noisy": lambda rows: (stacked(rows)[0] + torch.randn(len(rows), 5), stacked(rows)[1]),
+        "numpy": lambda rows: (stacked(rows)[0] * float(np.random.rand()), stacked(rows)[1]),  # noqa: NPY002
+    }  # fmt: skip
+    for collate in by_row.values():
+        private(records(), collate_fn=collate)
+    with pytest.raises(ValueError, match="rows of others"):  # whose row it is would be a guess
+        private(records(), collate_fn=by_row["sorted"], unit=[k // 2 for k in range(12)], batch=6)
+    lefts = lambda rows: nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True, padding_side="left")  # noqa: E731
+    private(Sequences([3, 4, 2, 9, 3, 5]), Reads(last=False), collate_fn=lambda rows: (lefts(rows), padded(rows)[1]))
+
+    def careful(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if max(float(x.abs().max()) for x, _ in rows) > 100:
+            raise OverflowError
+        return stacked(rows)
+
+    private(records(), collate_fn=careful)
+    own = np.random.default_rng(0)
+    with pytest.warns(UserWarning, match="no seed settles"):
+        private(records(), collate_fn=lambda rows: (stacked(rows)[0] + own.normal(), stacked(rows)[1]))
+
+
+# -- ignored labels -------------------------------------------------------------------------------------------------------
