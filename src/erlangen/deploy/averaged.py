@@ -21,7 +21,7 @@ PLACES = 5
 
 class Averaged(nn.Module):
     """Logits of the mean probability over fixed views: as it is, moved half a crop's reach to each corner, and all of them mirrored
-    if training mirrors. Nine places, or longer ways to them, are worth the same."""
+    if training mirrors."""
 
     def __init__(self, model: nn.Module, augment: str) -> None:
         super().__init__()
