@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+import erlangen
 from erlangen.gradients.independence import MixesSamples
 from tests.test_engine_records import private, records
 
@@ -165,6 +168,37 @@ def test_data_sets_that_fetch_a_batch_at_once_are_accepted():
     for batch in (lambda rows: rows, noisy, at_once):
         private(Together(records(), batch))
         private(Subset(Together(records(), batch), range(9)))
+
+
+class Columns(UserDict):
+    """What tokenizers return: it has names, and is no dict."""
+
+
+@pytest.mark.parametrize("form", ["rows", "tensors", "columns"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nobody_is_not_fetched(form, workers):
+    """A batch in which nobody is was asked of the data set as __getitems__([]), which raised where rows are stacked."""
+
+    def batch(rows):
+        x, y = (torch.stack(column) for column in zip(*rows, strict=True))  # of no rows there are no columns
+        return (x, y) if form == "tensors" else list(zip(x, y, strict=True))
+
+    named = lambda rows: Columns(zip("xy", default_collate(rows)))  # noqa: E731
+    collate = {"rows": default_collate, "tensors": lambda made: made, "columns": named}
+    loading = {"num_workers": workers, "collate_fn": collate[form]}
+    engine = erlangen.PrivacyEngine(seed=0)
+    model, optimizer, loader = private(Together(records(), batch), engine=engine, batch=1, **loading)
+    sizes = []
+    for _ in range(3):
+        for made in loader:
+            x, y = (made["x"], made["y"]) if form == "columns" else made
+            assert form != "columns" or isinstance(made, Columns)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            sizes.append(len(x))
+    assert sizes.count(0) > 5
+    assert max(sizes) > 1
+    assert engine.accountant.steps == len(sizes) == 36
 
 
 def test_padding_where_a_batch_is_fetched_is_found():

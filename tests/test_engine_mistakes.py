@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import erlangen
+from erlangen.gradients.joined import join
 from tests.engines import B, data, loop, net, private
 
 
@@ -231,3 +234,20 @@ def test_gradients_from_before_are_no_penalty(recwarn):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert not [w for w in recwarn if "weight_decay" in str(w.message)]
+
+
+def test_a_forward_that_was_set_on_a_layer_is_refused_not_passed_over():
+    """The network computed something else while it was private, and what was set was gone after it."""
+    model = net()
+    layer = model[3]
+    layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight, layer.bias)
+    before = model(data()[:5][0])
+    with pytest.raises(ValueError, match=r"Linear at '3' has a forward that was set on it.*Write a subclass"):
+        private(model)
+    assert torch.equal(model(data()[:5][0]), before)
+    del layer.forward
+    engine, *_ = private(model)
+    copied = copy.deepcopy(model)  # copies of private modules are ordinary ones
+    engine.remove()
+    private(copied)
+    private(join(net()))  # and so are those whose layers run as one kernel

@@ -36,7 +36,7 @@ def records(count: int = 12) -> TensorDataset:
 
 def private(dataset: Dataset, module: nn.Module | None = None, engine=None, **options):
     module = nn.Linear(5, 3) if module is None else module
-    loading = {k: options.pop(k) for k in ("sampler", "collate_fn") if k in options}
+    loading = {k: options.pop(k) for k in ("sampler", "collate_fn", "num_workers") if k in options}
     batch = options.pop("batch", len(dataset))
     if not isinstance(options.get("mechanism", ""), Mechanism):
         options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0} | options

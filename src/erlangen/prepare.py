@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant, Protected
 from erlangen.accounting.protected import NAMELESS
-from erlangen.gradients.attach import attach, detach, is_attached, remark_on_swallowed
+from erlangen.gradients.attach import attach, detach, is_attached, refuse_set_forwards, remark_on_swallowed
 from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
 from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_type
+from erlangen.gradients.memory import attributes_untouched, untouched
 from erlangen.gradients.problems import known_problems
 from erlangen.gradients.tape import Tape
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
@@ -128,6 +129,7 @@ def refuse_module(module: nn.Module) -> None:
     problems = known_problems(module)
     if problems:
         raise ValueError("this module cannot train privately:\n  " + "\n  ".join(problems))
+    refuse_set_forwards(module)
 
 
 def _trainable(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
@@ -273,7 +275,8 @@ def _physical_limit(module: nn.Module, tape: Tape, tried: list[Form], wanted: in
         form, _ = fitting(tried)[0]
         attach(module, tape)
         try:
-            return find_physical_batch(form.call, tape, form.inputs)
+            with untouched(module), attributes_untouched(module):
+                return find_physical_batch(form.call, tape, form.inputs)
         finally:
             detach(module)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:

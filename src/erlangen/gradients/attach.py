@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from erlangen.gradients.fallback import functional
-from erlangen.gradients.joined import chain, chains
+from erlangen.gradients.joined import Plain, chain, chains
 from erlangen.gradients.pooling import is_plain_max_pool, pooled
+from erlangen.gradients.problems import where
 from erlangen.gradients.registry import Rule, find_rule
 from erlangen.gradients.tape import Tape
 
@@ -95,6 +96,19 @@ def remark_on_swallowed(model: nn.Module) -> None:
                 "module of their own, and the layers keep their rules (docs/adding-a-layer.md).",
                 stacklevel=2,
             )
+
+
+def refuse_set_forwards(model: nn.Module) -> None:
+    """A function in the place of a layer's ``forward`` would be dropped: private layers compute what their class does."""
+    planned = [(path, m) for path, m, _ in plan(model)] + [("", m) for m, _ in chains(model)]
+    for path, m in planned:
+        own = m.__dict__.get("forward")
+        if own is None or isinstance(own, Plain) or getattr(own, "__func__", None) is type(m).forward:
+            continue
+        raise ValueError(
+            f"{where(path, m)} has a forward that was set on it (layer.forward = …), which private training would pass over: its "
+            "layers compute what their class says. Write a subclass with that forward, and put it in the layer's place"
+        )
 
 
 def attach(model: nn.Module, tape: Tape) -> None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from erlangen.gradients.memory import Memory, attributes_untouched, remembered, restore, untouched
+from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, watched_rows
+from erlangen.gradients.memory import Memory, answers_of, attributes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
-from erlangen.gradients.trace import Trace, alike_if_padded, own_copies, same, trace
+from erlangen.gradients.trace import alike_if_padded, own_copies, same, trace
 from erlangen.streams import seed_layers
 
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
@@ -33,10 +34,6 @@ _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
     "for each of them. If rows are sorted, flipped or shuffled inside the module, the guarantee does not hold."
 )
-
-
-class MixesSamples(ValueError):
-    """A module whose output for one record depends on others."""
 
 
 def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True) -> None:
@@ -62,7 +59,7 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
 
 def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -> None:
     """Each row of every output depends on that row of the inputs alone, and no buffer and no parameter on any of them."""
-    watched = _watched(inputs)
+    watched = watched_rows(inputs)
     first = trace(module, inputs, watched)
     known = start.tensors
     after = known | {n: t.detach().clone() for n, t in remembered(module) if n not in known or not torch.equal(t, known[n])}
@@ -84,8 +81,8 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
                     "independently (GroupNorm or LayerNorm in place of batch statistics), or call erlangen.fix(model)."
                 )
         if not when:
-            _check_state(module, after, "is updated from the data")
-    _check_fewer(module, inputs, first, after, start)
+            check_state(module, after, "is updated from the data")
+    check_fewer(module, inputs, first, after, start)
 
 
 def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -115,7 +112,7 @@ def _told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
     if all(a is b for a, b in zip(apart, inputs, strict=True)):
         return inputs
     try:
-        with untouched(module), torch.no_grad():
+        with untouched(module), attributes_untouched(module), torch.no_grad():
             module(*own_copies(apart))
     except Exception:  # these are no lengths
         return inputs
@@ -135,14 +132,9 @@ def _one_less(t: Tensor) -> Tensor:
     return other
 
 
-def _watched(inputs: tuple[Tensor, ...]) -> list[int]:
-    rows = inputs[0].shape[0]
-    return list(dict.fromkeys((0, rows - 1, rows // 2)))
-
-
 def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Tensor, ...]]]:
     """(a row, how large the others are, the batch in which all but that row are others)."""
-    for place, row in enumerate(_watched(inputs)):
+    for place, row in enumerate(watched_rows(inputs)):
         # whatever runs along the batch shows at one of its ends; the row between is for integers, which are not made up: the
         # ends may hold the largest (lengths, say), which no other row can change
         if place == 2 and all(t.is_floating_point() for t in inputs):
@@ -171,42 +163,6 @@ def _not_finite(inputs: tuple[Tensor, ...], row: int) -> tuple[Tensor, ...]:
     return tuple(map(spoilt, inputs))
 
 
-def _check_state(module: nn.Module, expected: dict[str, Tensor], what: str) -> None:
-    """Whatever a module remembers after a pass is what it remembers after any other."""
-    for name, t in remembered(module):
-        before = expected.get(name)
-        if before is None or (not torch.equal(t, before) and not same([t], [before])):
-            kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
-            raise MixesSamples(
-                f"the {kind} {name!r} {what}: it would be released with the weights, without noise. "
-                "Drop the running statistics (GroupNorm needs none), or compute them on public data."
-            )
-
-
-def _check_fewer(
-    module: nn.Module, inputs: tuple[Tensor, ...], first: Trace, after: dict[str, Tensor], start: Memory
-) -> None:
-    """The ends of every output, and all that is remembered, are the same with one record less: how many were drawn is as private
-    as who they are, and so is who came before whom."""
-    rows = inputs[0].shape[0]
-    for place, row, part in ((0, 0, slice(None, -1)), (1, -1, slice(1, None))):
-        restore(module, start)
-        try:
-            second = trace(module, tuple(t[part] if t.ndim and len(t) == rows else t for t in inputs), [row])
-        except Exception:  # of a module for batches of one size: the first Poisson batch will tell
-            return
-        _check_state(module, after, "counts the records of each batch")
-        if second.random and (module.training or row):  # other shapes draw other numbers, and a later row always does
-            return
-        culprit = next((a for a, b in zip(first.calls, second.calls, strict=False) if not a.alike_in_fewer(b, place)), None)
-        if culprit is not None:
-            raise MixesSamples(
-                f"{where(culprit.path, culprit.module)} mixes samples: its output for one record changes with how many records "
-                "the batch has, so one more moves the gradients of all others. Let it divide by a constant, not by the length of "
-                "the batch, and give no record a number by its place in it (positions count along time, dim 1)."
-            )
-
-
 def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory, batch_first: bool) -> None:
     """Backwards: the gradient of one output row reaches each layer through that row alone, and whatever other rows hold."""
     from erlangen.gradients.attach import attach, detach, is_attached
@@ -218,7 +174,7 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory, ba
     try:
         with torch.enable_grad():
             few, more = _unlike(inputs)
-            leaves = {rows: tree_leaves(module(*(_more_rows(t, rows) for t in inputs))) for rows in (few, more)}
+            leaves = {rows: answers_of(module, (_more_rows(t, rows) for t in inputs)) for rows in (few, more)}
             columns = _by_row(leaves)
             watch.row, watch.rows_expected = None, few
             _check_losses(module, tuple(_more_rows(t, few) for t in inputs), leaves, watch, start)
@@ -252,19 +208,19 @@ def _check_cotangents(
 def _check_losses(
     module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: Memory
 ) -> None:
-    """Where the module returns a loss of the whole batch: the gradient of one row is the same, whatever the other rows hold."""
+    """Where the module returns or keeps a loss of the whole batch: the gradient of one row is the same, whatever others hold."""
     single = lambda t: isinstance(t, Tensor) and t.requires_grad and t.ndim == 0  # noqa: E731
     places = [k for k, column in enumerate(zip(*returned.values())) if all(map(single, column))]
     if not places:
         return
-    unused = ((row, 1.0, tuple(_all_unused(t, row) for t in inputs)) for row in _watched(inputs))
+    unused = ((row, 1.0, tuple(_all_unused(t, row) for t in inputs)) for row in watched_rows(inputs))
     own = _cotangents(module, inputs, watch, start, lambda leaf: leaf, places)
     for row, _, batch in itertools.chain(_variants(inputs), unused):
         if not _alike_in(row, own, _cotangents(module, batch, watch, start, lambda leaf: leaf, places)):
             raise MixesSamples(
-                "the module returns a loss of the whole batch in which the gradient of one record changes with the others: a "
-                "mean over the labels that are not ignored divides by how many the batch has, say. Let it return the logits, "
-                "and take the mean over each record by itself; a term that is not trained on is returned detached."
+                "the module returns (or keeps in an attribute) a loss of the whole batch in which the gradient of one record "
+                "changes with the others: a mean over the labels that are not ignored divides by how many the batch has, say. Let "
+                "it return the logits, and take the mean over each record by itself; a term that is not trained on is detached."
             )
 
 
@@ -282,8 +238,8 @@ def _cotangents(
     """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
     restore(module, start)
     seed_layers(0)
-    watch.seen, watch.kept = [], _watched(batch)
-    leaves = tree_leaves(module(*own_copies(batch)))
+    watch.seen, watch.kept = [], watched_rows(batch)
+    leaves = answers_of(module, own_copies(batch))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
 

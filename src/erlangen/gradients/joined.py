@@ -211,14 +211,14 @@ def chains(model: nn.Module) -> list[tuple[nn.Sequential, list[Run]]]:
 def join(model: nn.Module) -> nn.Module:
     """Run joined layers as one kernel in ordinary training and evaluation, where the device can. In place."""
     for sequence, found in chains(model):
-        sequence.__dict__["forward"] = _Plain(sequence, partial(chain, found))
+        sequence.__dict__["forward"] = Plain(sequence, partial(chain, found))
     for module in model.modules():
         if is_plain_max_pool(module):
-            module.__dict__["forward"] = _Plain(module, pooled)
+            module.__dict__["forward"] = Plain(module, pooled)
         elif type(module) is nn.Conv2d and module.padding_mode == "zeros":
-            module.__dict__["forward"] = _Plain(module, _convolve)
+            module.__dict__["forward"] = Plain(module, _convolve)
         elif norm_layer(module) is not None:
-            module.__dict__["forward"] = _Plain(module, _normalise)
+            module.__dict__["forward"] = Plain(module, _normalise)
     return model
 
 
@@ -233,7 +233,7 @@ def _normalise(module: nn.Module, tape: None, x: Tensor) -> Tensor:
     return apply(x, norm, spec, None) if suits(x, spec) else type(module).forward(module, x)
 
 
-class _Plain:
+class Plain:
     """Stands in for a module's forward in ordinary training; copies of the module are ordinary again."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -98,3 +98,20 @@ def _refill(value: Any, contents: Any) -> None:
     elif contents is not None:
         value.clear()
         (value.extend if isinstance(value, (list, collections.deque)) else value.update)(contents)
+
+
+def answers_of(module: nn.Module, inputs: Iterable[Tensor]) -> list[Any]:
+    """All that a call returns, and after it the single numbers with gradients that modules keep of it in plain attributes: a
+    loop may add them to its loss, as that by which experts are to be used alike."""
+    before = _numbers(module)
+    returned = tree_leaves(module(*inputs))
+    return [*returned, *(t for place, t in _numbers(module).items() if t is not before.get(place))]
+
+
+def _numbers(module: nn.Module) -> dict[tuple[int, str], Tensor]:
+    own = (((k, name), value) for k, m in enumerate(module.modules()) for name, value in vars(m).items())
+    return {place: t for place, t in own if isinstance(t, Tensor) and t.ndim == 0 and _has_graph(t)}
+
+
+def _has_graph(t: Tensor) -> bool:
+    return not torch._C._functorch.is_functorch_wrapped_tensor(t) and t.grad_fn is not None  # what vmap left is of no use

@@ -73,7 +73,8 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> 
     try:
         seed_layers(0)
         before = _random_states(inputs)
-        with torch.no_grad():
+        # in training as training does it: a module may keep, or mix, only where gradients are asked for
+        with torch.set_grad_enabled(module.training):
             module(*own_copies(inputs))
         return Trace(seen, not all(map(torch.equal, before, _random_states(inputs))))
     finally:
@@ -92,7 +93,7 @@ def _random_states(inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _rows_of(tree: Any, rows: int, watched: list[int]) -> list[Tensor]:
-    return [t[watched] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
+    return [t.detach()[watched] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -110,13 +111,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
-    """Up to a share of the largest entry."""
+    """Up to a share of the largest entry that is finite."""
     if a.shape != b.shape or not a.numel():
         return a.shape == b.shape
     if _equal(a, b):
         return True
     a, b = a.double(), b.double()
-    return torch.allclose(a, b, rtol=max(1e-3, of_largest), atol=of_largest * float(a.abs().max()), equal_nan=True)
+    largest = float(a.nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(a, b, rtol=max(1e-3, of_largest), atol=of_largest * largest, equal_nan=True)
 
 
 def alike_if_padded(a: Tensor, b: Tensor) -> bool:

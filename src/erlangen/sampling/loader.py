@@ -7,9 +7,12 @@ stays an ordinary one.
 
 from __future__ import annotations
 
+import copy
+import os
 import random
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -23,10 +26,13 @@ from erlangen.sampling.records import layout_of, require_layout
 from erlangen.sampling.samplers import Sampler
 from erlangen.sampling.tickets import Pass
 from erlangen.sampling.units import Units
+from erlangen.streams import seed_layers
 from erlangen.workers import Workers
 
 #: told (whose rows, first of its logical batch, last of its logical batch, which pass) before each physical batch
 Announce = Callable[[RowMap, bool, bool, Pass], None]
+#: fetched where nobody was drawn, for the shapes of a batch: data sets and collate functions need not know what none of them is
+STAND_IN = 0
 
 
 class _Batches:
@@ -44,29 +50,20 @@ class _Batches:
             for k, (rows, owner) in enumerate(parts):
                 owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
                 coming.append((owners, k == 0, k == len(parts) - 1, expected, draw))
-                yield rows.tolist()
+                yield rows.tolist() or [STAND_IN]
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
 
 
-class _Collate:
-    """The user's collate function, with an empty batch of the right shapes when nobody was drawn."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self.collate, self.dataset = collate, dataset
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if samples:
-            return self.collate(samples)
-        return _emptied(self.collate([self.dataset[0]]))
-
-
 def _emptied(batch: Any) -> Any:
+    """A batch of the same shapes in which nobody is."""
     if isinstance(batch, Tensor):
         return batch[:0]
-    if isinstance(batch, dict):
-        return {key: _emptied(value) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):
+        nobody = copy.copy(batch)  # of its own kind: what tokenizers return is no dict
+        nobody.update({key: _emptied(value) for key, value in batch.items()})
+        return nobody
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(_emptied, batch))
     if isinstance(batch, (list, tuple)):
@@ -102,7 +99,7 @@ class PrivateLoader(DataLoader):
         self.private_sampler, self.units, self._announce = sampler, units, announce
         self._layout = layout_of(plain.dataset)
         self._batches = _Batches(sampler, units, limit, workers or Workers())
-        self._collate = _Collate(plain.collate_fn or default_collate, plain.dataset)
+        self._collate = plain.collate_fn or default_collate
         loading: dict[str, Any] = {}
         if plain.num_workers:
             loading = {"prefetch_factor": plain.prefetch_factor, "persistent_workers": plain.persistent_workers}
@@ -133,6 +130,11 @@ class PrivateLoader(DataLoader):
         try:
             for batch in super().__iter__():
                 rows, first, last, this.expected_batch, this.draw = coming.popleft()
+                if not rows.rows:
+                    batch = _emptied(batch)
+                if not self.private_sampler.seeded:  # whoever fetched it, or made the last step, may have seeded them
+                    renew_generators(unused=False)
+                    this.seed = torch.initial_seed()
                 self._announce(rows, first, last, this)
                 yield batch
         except GeneratorExit:  # the loop was left, or one batch was looked at
@@ -142,15 +144,18 @@ class PrivateLoader(DataLoader):
             this.over = True
 
 
-def renew_generators() -> None:
+def renew_generators(unused: bool = True) -> None:
     """What dropout and augmentation draw from now on is known to nobody, whatever was seeded before.
 
     A record's mask depends on how many rows are before it. Where the seed is known, one record more changes the masks, and with
     them the clipped gradients, of all that follow; where it is not, every record has a mask of its own, independent of the others.
+    With ``unused`` also on devices that nobody has used yet, which takes PyTorch longer.
     """
-    torch.seed()
-    random.seed()
-    np.random.seed()  # noqa: NPY002 (what transforms draw from)
+    if unused:
+        torch.seed()
+    seed_layers(secrets.randbits(63))
+    random.seed(secrets.randbits(128))
+    np.random.seed(np.frombuffer(os.urandom(16), np.uint32))  # noqa: NPY002 (what transforms draw from)
 
 
 def refuse_iterable(loader: Any) -> None:

@@ -85,10 +85,10 @@ def require_layout(dataset: Any, before: Any) -> None:
 SEEDS = 8
 
 
-def fetched(dataset: Any, places: list[int]) -> list[Any]:
-    """Records as loaders fetch them: all of a batch at once, where the data set can do that."""
+def fetched(dataset: Any, places: list[int]) -> Any:
+    """Records as loaders fetch them: all of a batch at once, in whatever form, where the data set can do that."""
     together = getattr(dataset, "__getitems__", None)
-    return list(together(places)) if callable(together) else [dataset[k] for k in places]
+    return together(places) if callable(together) else [dataset[k] for k in places]
 
 
 def refuse_mixing(loader: DataLoader, grouped: bool) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 _GIVEN_UP = (
     "a batch went through the module and was given up before its step, in a loop that goes on. If what it held decided that (a "
     "loss that is not finite, or too large), a step that was not taken says so, and no ε covers it: step on every batch. A record "
@@ -18,6 +20,12 @@ _SKIPPED = (
     "{count} batch(es) were drawn by next(iter(loader)) and given up since the last step, in a loop that draws the batches of its "
     "steps so. If what a batch held decided that (its loss, its size, a value in it), a step that was not taken says so, and no ε "
     "covers it: step on every batch that is drawn, and look at records in a DataLoader of their own."
+)
+
+_SEEDED = (
+    "torch was seeded between the draw of a batch and its step, and numbers were drawn after that. The masks of dropout, and "
+    "whatever else is drawn for each row, are known then: one record more moves them for all rows behind it, and the sum by many "
+    "bounds. Seed before the loop, not in it, or inside torch.random.fork_rng(), which sets the generator back."
 )
 
 _ADDED_UP = (
@@ -38,6 +46,8 @@ class Pass:
         self.expected_batch: float | None = None
         #: which of the sampler's draws that batch is a part of
         self.draw: int | None = None
+        #: of the generators when that batch was handed out; None where the training is seeded
+        self.seed: int | None = None
 
     @property
     def single(self) -> bool:
@@ -58,6 +68,7 @@ class Tickets:
         #: the pass of the last step, and how many were left with a batch in hand since
         self._last: Pass | None = None
         self._skipped = 0
+        self._said_seeded = False
 
     def draw(self, source: Pass | None, tried: bool, backward: bool = False) -> None:
         """A batch was drawn in the pass ``source`` (None: announced by hand, which says what comes next).
@@ -105,9 +116,20 @@ class Tickets:
             )
         if waiting[0] is not None:
             waiting[0].stepped = True
+            if not self._said_seeded and _known_since(waiting[0].seed):
+                warnings.warn(_SEEDED, stacklevel=5)
+                self._said_seeded = True
             if waiting[0].given_up:
                 warnings.warn(_GIVEN_UP, stacklevel=5)
                 waiting[0].given_up = False
             if self._skipped and waiting[0].draws == 1 and self._last is not None and self._last.single:
                 warnings.warn(_SKIPPED.format(count=self._skipped), stacklevel=5)
         self._last, self._skipped = waiting[0], 0
+
+
+def _known_since(seed: int | None) -> bool:
+    """Whether somebody has set another seed than this one, and drawn from it. Of other devices only the seed is compared."""
+    now = torch.initial_seed()
+    if seed is None or now == seed:
+        return False
+    return torch.cuda.is_initialized() or not torch.equal(torch.Generator().manual_seed(now).get_state(), torch.get_rng_state())
