@@ -65,7 +65,7 @@ class Importance:
         parts = [
             self._norms(rows, owner)
             for rows, owner in session.units.physical(
-                torch.arange(session.units.count), session.config.max_physical_batch or ROWS
+                torch.arange(session.units.count), session.config.max_physical_batch or min(ROWS, session.most_rows or ROWS)
             )
         ]
         return torch.cat(parts)
@@ -150,7 +150,7 @@ class Judge:
         session, model = self.session, self.session.model
         training, out = model.training, []
         model.eval()
-        for rows, owner in session.units.physical(units, session.config.max_physical_batch):
+        for rows, owner in session.units.physical(units, session.most_rows):
             index = rows.to(session.device)
             each = F.cross_entropy(model(session.x[index]), session.y[index], reduction="none")
             if session.units.grouped and len(rows):

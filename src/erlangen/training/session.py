@@ -46,7 +46,7 @@ from erlangen.models import make_model, models
 from erlangen.prepare import refuse_module
 from erlangen.private import PrivateTraining
 from erlangen.sampling import Units
-from erlangen.sampling.physical import static_rows
+from erlangen.sampling.physical import fitting_rows, static_rows
 from erlangen.sharded import record_gathered
 from erlangen.spelling import hint
 from erlangen.streams import Stream, seed_layers
@@ -113,6 +113,8 @@ class Session:
         self.shards = Shards(self) if config.shard and not self.workers.alone else None
         self.model = self._model()
         self.workers.align(self.model)
+        #: rows before views that are held in memory at once, where they are not one model's on several machines
+        self.most_rows = config.max_physical_batch or (self._fitting() if self.shards is None else None)
         if self.shards is not None:
             self.shards.split(self._mechanism())
         self.ema = EMA(self.model, config.ema) if config.ema else None
@@ -154,6 +156,9 @@ class Session:
             return model
         model = model.to(self.device)
         return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model  # type: ignore[call-overload]
+
+    def _fitting(self) -> int:
+        return max(1, fitting_rows(self.model, self.dataset.input_shape, self.device) // self.config.views)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         config = self.config
@@ -310,8 +315,9 @@ class Session:
     def physical_rows(self) -> int | None:
         """Records (rows before views) of a physical batch at most; exactly, with ``pad``."""
         if self.config.max_physical_batch is not None or not self.config.pad:
-            return self.config.max_physical_batch
-        return static_rows(self.config.batch / self.workers.count * self.units.rows / self.units.count)
+            return self.most_rows
+        whole = static_rows(self.config.batch / self.workers.count * self.units.rows / self.units.count)
+        return whole if self.most_rows is None else min(whole, self.most_rows)
 
     def _announce(self, rows: Tensor, owner: Tensor, first: bool, last: bool) -> None:
         count = self.config.views
