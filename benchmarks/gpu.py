@@ -23,6 +23,7 @@ from provenance import provenance
 
 SHAPE, SHAPES = (3, 32, 32), {"lenet": (1, 28, 28)}
 NAMES = {"eq-resnet9-d4": "eq-resnet9-tuned"}
+METHODS = ("plain", "erlangen", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
 
 
 def build(name: str, device: str, channels_last: bool):
@@ -246,7 +247,7 @@ def main() -> None:
     parser.add_argument("--contiguous", action="store_true", help="not channels-last")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--methods", nargs="*", default=["plain", "erlangen"])
+    parser.add_argument("--methods", nargs="*", default=["plain", "erlangen"], choices=METHODS)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -264,9 +265,10 @@ def main() -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     result = {"benchmark": "gpu", "date": str(date.today()), "device": device, **provenance(args.device),
               "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "only")}, "methods": rows}  # fmt: skip
+    failed = [method for method, row in rows.items() if "failed" in row]
     if args.json:
         print(json.dumps(result))
-        return
+        sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
     print(
         f"{args.model}: {args.batch} x {args.views} views, physical {args.physical}, {device}, torch {torch.__version__}"
     )
@@ -276,6 +278,7 @@ def main() -> None:
         else:
             print(f"  {method:16} {row['ms_logical']:9.1f} ms a step  {row.get('ratio', 0):5.2f}x  "
                   f"{row['views_per_second']:10,.0f} views/s  {row['peak_mb']:6d} MB")  # fmt: skip
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,11 +209,25 @@ class Tables(Bench[Trial]):
         return sorted({*tuned, *task.fixed(method)})
 
     def measure(self, task: Task, stage: tuple[str, ...]) -> None:
-        self.run("runs", [
+        trials = [
             Trial(task.name, method, setting, *pick, seed)
             for method in self.methods(task) for setting in task.where(method, stage)
             for pick in self.picks(task, method, setting) for seed in range(self.options.seeds)
-        ])  # fmt: skip
+        ]  # fmt: skip
+        if not task.lengths and task.base is None:
+            self.share(trials)
+        self.run("runs", trials)
+
+    def share(self, trials: list[Trial]) -> None:
+        """Ablations have cells in common with each other and with Table 1: what was trained with the same options, seed and
+        precision is taken over, and its row says from where."""
+        made = {same(t): row for row in self.results.rows("runs") if (t := Trial(*row["key"])).task in TASKS and not t.alone}
+        taken = [(t, made[same(t)]) for t in self.results.left("runs", trials) if same(t) in made]
+        rows = [{**row, **t.given, "as": row.get("as", row["key"])} for t, row in taken]
+        if rows:
+            self.results.hold({t.cell: t.conditions for t, _ in taken}, unsaid={})
+            self.results.keep("runs", rows)
+            print(f"{trials[0].task}: {len(rows)} of {len(trials)} runs are those of other tables", flush=True)
 
     def work(self) -> None:
         for task in map(TASKS.__getitem__, self.options.tasks):
@@ -228,6 +242,12 @@ class Tables(Bench[Trial]):
         show(self.results.content)
         if self.failed:
             raise SystemExit("\n".join(f"{method} failed: {why}" for method, why in self.failed.items()))
+
+
+def same(trial: Trial) -> str:
+    """Equal for runs that differ in nothing but the table that they are in."""
+    config = trial.config("auto")
+    return json.dumps([asdict(config), TASKS[trial.task].precision, trial.alone], sort_keys=True)
 
 
 @lru_cache(maxsize=2)

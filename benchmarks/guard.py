@@ -4,7 +4,8 @@
     python benchmarks/guard.py build/lenet.json
 
 Only ratios of one run are compared (private step / plain step, private memory / plain memory): they do not depend much on
-whose machine it is. A fresh figure is compared with the stored one of the same benchmark, model, batch and device.
+whose machine it is. A fresh figure is compared with the stored one of the same benchmark, model, batch and device, with the best
+where there are several. A side that failed is a loss.
 """
 
 from __future__ import annotations
@@ -54,13 +55,22 @@ def settings(result: dict[str, Any]) -> dict[str, Any]:
     return {key: told.get(key) for key in keys} | {key: bool(told.get(key)) for key in flags}
 
 
-def stored_like(result: dict[str, Any], folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The stored result with the same settings, if there is one."""
-    for path in sorted(folder.glob("*.json")):
-        kept = json.loads(path.read_text())
-        if isinstance(kept, dict) and "methods" in kept and settings(kept) == settings(result):
-            return kept
-    return None
+def stored_like(result: dict[str, Any], folder: Path = RESULTS) -> dict[str, float]:
+    """The best stored ratios with the same settings."""
+    stored = (json.loads(path.read_text()) for path in folder.glob("*.json"))
+    alike = [kept for kept in stored if isinstance(kept, dict) and "methods" in kept and settings(kept) == settings(result)]
+    found = [ratios(kept) for kept in alike]
+    return {kind: min(each[kind] for each in found if kind in each) for kind in set().union(*found)}
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """The sides of the ratio that are missing, and why."""
+    sides = {name: result.get("methods", {}).get(name, {"failed": "not measured"}) for name in ("plain", "erlangen")}
+    return [f"{name}: {' '.join(map(str, _lines(side['failed'])))}" for name, side in sides.items() if "failed" in side]
+
+
+def _lines(said: Any) -> list[Any]:
+    return said[-1:] if isinstance(said, list) else [said]
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
@@ -73,9 +83,7 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(result: dict[str, Any], folder: Path = RESULTS) -> list[Comparison]:
-    kept = stored_like(result, folder)
-    before = {} if kept is None else ratios(kept)
-    told = settings(result)
+    before, told = stored_like(result, folder), settings(result)
     name = f"{told['benchmark']} {told['model']}, batch {told['batch']}"
     bar = BARS.get(str(told["model"])) if told["benchmark"] == "step" else None
     return [
@@ -91,12 +99,14 @@ def main() -> None:
     parser.add_argument("--allowed", type=float, default=ALLOWED)
     parser.add_argument("--bars", action="store_true", help="also fail where a ratio is above its bar")
     args = parser.parse_args()
-    rows = [row for path in args.fresh for row in compare(json.loads(path.read_text()), args.results)]
-    if not rows:
-        sys.exit("guard: the files hold no ratio of a private step to a plain one (methods plain and erlangen)")
+    fresh = {path: json.loads(path.read_text()) for path in args.fresh}
+    rows = [row for result in fresh.values() for row in compare(result, args.results)]
     print("private / plain, fresh (stored):")
     for row in rows:
         print(row.line(args.allowed))
+    missing = [f"{path.name}, {why}" for path, result in fresh.items() for why in failures(result)]
+    if missing:
+        sys.exit("guard: no ratio of a private step to a plain one (methods plain and erlangen):\n  " + "\n  ".join(missing))
     over = [row for row in rows if args.bars and row.bar is not None and row.fresh > row.bar]
     if over or any(row.failed(args.allowed) for row in rows):
         sys.exit(1)

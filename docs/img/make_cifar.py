@@ -2,8 +2,8 @@
 
     python docs/img/make_cifar.py docs/results
 
-The folder holds cifar-d4.json, cifar-d4-eps2.json and cifar-d4-literal.json: runs with their configuration and every look
-at the test set.
+The folder holds cifar-d4.json, cifar-d4-eps2.json, cifar-d4-prior.json and cifar-d4-literal.json: runs with their configuration
+and every look at the test set.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return [*(run for cell in tables[0]["cells"].values() for run in cell), *tables[1]["runs"]]
 
 
-def literal(folder: Path) -> tuple[list[float], list[float]]:
-    """ε (PLD) and test accuracy of the paper's own network."""
-    cells = json.loads((folder / "cifar-d4-literal.json").read_text())["cells"]
+def others(folder: Path, name: str) -> tuple[list[float], list[float]]:
+    """ε (PLD) and test accuracy of other runs: from a prior, or of the paper's own network."""
+    cells = json.loads((folder / f"cifar-d4-{name}.json").read_text())["cells"]
     found = [run for cell in cells.values() for run in cell]
     return [run["epsilon"]["pld"] for run in found], [100 * run["metrics"][-1]["test_accuracy"] for run in found]
 
 
-def final(axis: Any, found: list[dict[str, Any]], theirs: tuple[list[float], list[float]]) -> None:
+def final(axis: Any, found: list[dict[str, Any]], folder: Path) -> None:
     axis.plot(list(PAPER), list(PAPER.values()), "o--", color="gray", label="paper (its ε is RDP's)", markersize=4)
     last: dict[tuple[float, int, int], list[float]] = {}
     for run in found:
@@ -50,10 +50,11 @@ def final(axis: Any, found: list[dict[str, Any]], theirs: tuple[list[float], lis
         label = {"x": f"{steps:,} steps", "^": "8 views"}.get(mark)
         mark = "1" if steps == 400 else mark
         axis.plot([epsilon] * len(values), values, mark, color="black", label=label, markersize=4 if mark == "^" else None)
-    axis.plot(*theirs, "+", color="tab:red", label="the paper's network, our run")
+    axis.plot(*others(folder, "prior"), ".", color="tab:blue", label="from a prior, averaged answers")
+    axis.plot(*others(folder, "literal"), "+", color="tab:red", label="the paper's network, our run")
     axis.set_xlabel("ε (PLD), δ = 1e-5")
     axis.set_ylabel("test accuracy, %")
-    axis.legend(frameon=False, loc="lower right")
+    axis.legend(frameon=False, loc="lower right", fontsize=8)
 
 
 def on_the_way(axis: Any, found: list[dict[str, Any]]) -> None:
@@ -74,9 +75,10 @@ def on_the_way(axis: Any, found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    found = runs(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    found = runs(folder)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    final(left, found, literal(Path(sys.argv[1])))
+    final(left, found, folder)
     on_the_way(right, found)
     for axis in (left, right):
         axis.grid(alpha=0.3)

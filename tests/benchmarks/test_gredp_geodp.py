@@ -111,6 +111,28 @@ def test_what_stopped_goes_on_and_nothing_runs_twice(tmp_path, data, capsys):
     assert json.loads((tmp_path / "out.json").read_text())["runs"] == first["runs"]
 
 
+def test_ablations_share_what_was_trained_with_the_same_options(tmp_path, data, capsys):
+    """Figure 5's learning rate of 0.1 is the clipping bound of 1 in Table 3 at ε = 2; nothing else is common to both."""
+    bench.Tables(options(tmp_path, tasks=["gredp-table3"], seeds=1, methods=["DP-SGD"])).main()
+    bench.Tables(options(tmp_path, tasks=["gredp-fig5"], seeds=2, methods=["DP-SGD"])).main()
+    assert "gredp-fig5: 1 of 10 runs are those of other tables" in capsys.readouterr().out
+    rows = {tuple(row["key"]): row for row in json.loads((tmp_path / "out.json").read_text())["runs"]}
+    (shared,) = [row for row in rows.values() if "as" in row]
+    assert shared["key"] == ["gredp-fig5", "DP-SGD", "ε=2 true", 1.0, 1.0, 0.9, 0]
+    assert shared["as"] == ["gredp-table3", "DP-SGD", "ε=2 true", 1.0, 1.0, 0.9, 0]
+    assert shared["test_loss"] == rows[tuple(shared["as"])]["test_loss"]
+    assert len(rows) == 8 + 10
+    one, other = (bench.Trial(*key) for key in (shared["key"], shared["as"]))
+    assert one.config("cpu") == other.config("cpu")
+
+
+def test_runs_that_are_compared_in_pairs_are_not_taken_from_elsewhere(tmp_path, data, capsys):
+    """Tuned tables have batches in common from row to row, which those of another table do not."""
+    for name in ("gredp-table3", "gredp-table1"):
+        bench.Tables(options(tmp_path, tasks=[name], seeds=1, methods=["DP-SGD"])).main()
+    assert "of other tables" not in capsys.readouterr().out
+
+
 def test_runs_of_other_conditions_are_not_mixed(tmp_path, data, monkeypatch):
     name = "geodp-fig5c-noiseless"
     bench.Tables(options(tmp_path, tasks=[name], seeds=1)).main()

@@ -81,12 +81,15 @@ def test_ratios_of_another_gpu_are_not_compared(tmp_path):
 
 
 def test_every_stored_step_and_gpu_result_is_understood():
-    module = script("guard")
+    """And finds itself; a second measurement of the same thing may be a little above the first, and passes."""
+    module, again = script("guard"), {"gpu-eq-resnet9-d4-again.json"}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(path.read_text())
         if result.get("benchmark") in ("step", "gpu") and {"plain", "erlangen"} <= set(result["methods"]):
             assert module.ratios(result), path
-            assert all(row.loss == 0 for row in module.compare(result)), path
+            losses = {row.what: row.loss for row in module.compare(result)}
+            assert all(loss == 0 for loss in losses.values()) or path.name in again, (path, losses)
+            assert all(0 <= loss < module.ALLOWED for loss in losses.values()), (path, losses)
 
 
 def test_what_make_bench_measures_has_a_stored_figure():
@@ -96,3 +99,25 @@ def test_what_make_bench_measures_has_a_stored_figure():
     assert {model for model, _ in commands} == set(module.BARS)
     for model, batch in commands:
         assert module.stored_like({"benchmark": "step", "model": model, "batch": int(batch), "threads": 2}), model
+
+
+def test_the_best_of_several_stored_figures_is_the_one_to_keep(tmp_path):
+    """One more measurement of the same thing, a slower one, does not lower the bar."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "a-slower.json").write_text(json.dumps(changed(1.4)))
+    (folder / "b.json").write_text(json.dumps(STORED))
+    assert guard(tmp_path, changed(1.2), options=("--results", str(folder))).returncode == 1
+    assert guard(tmp_path, changed(1.1), options=("--results", str(folder))).returncode == 0
+
+
+@pytest.mark.parametrize(("method", "row"), [("erlangen", {"failed": ["…", "out of memory"]}), ("plain", None), ("erlangen", None)])
+def test_a_side_that_is_missing_is_a_loss(tmp_path, method, row):
+    """Beside a good file, and by its name."""
+    broken = copy.deepcopy(STORED)
+    broken["methods"].pop(method)
+    if row:
+        broken["methods"][method] = row
+    done = guard(tmp_path, changed(1.0), broken)
+    assert done.returncode == 1
+    assert f"1.json, {method}: {'out of memory' if row else 'not measured'}" in done.stderr

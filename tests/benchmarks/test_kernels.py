@@ -17,9 +17,10 @@ if not kernels.INTERPRETED:
 bench = script("kernels")
 
 LAYER, CENTRED = bench.Layer("a network", 16, 16, 2), bench.Layer("a network", 16, 16, 2, 1, 2, centred=True)
+VIEWED = bench.Layer("a network", 16, 16, 2, views=2)
 
 
-@pytest.mark.parametrize("layer", [LAYER, CENTRED])
+@pytest.mark.parametrize("layer", [LAYER, CENTRED, VIEWED], ids=str)
 def test_a_variant_that_breaks_its_promise_is_refused(layer, monkeypatch):
     torch.manual_seed(0)
     norms, total = conv_unformed.squared_norms, conv_unformed.weighted_sum
@@ -53,3 +54,24 @@ def test_the_fastest_are_kept_and_read(monkeypatch, tmp_path):
         assert not conv_unformed.cheaper(64, 256, 256), "storing was faster"
     finally:
         tuned._table.cache_clear()
+
+
+def test_the_layers_of_a_network_are_those_that_it_runs():
+    found = {name: bench.layers_of(name, (3, 32, 32)) for name in ("resnet9", "wrn-16-4")}
+    for layer in (*bench.LAYERS, *bench.LARGER):
+        assert layer in found[layer.network]
+        assert layer.unformed == (layer in bench.LAYERS)
+    steerable = bench.layers_of("eq-resnet9-tuned", (3, 32, 32), views=4)
+    assert [layer.tokens for layer in steerable] == [4 * size**2 for size in (32, 16, 16, 8, 4)]
+    assert not any(layer.unformed for layer in steerable), "coefficients are summed from kernels that were formed"
+
+
+def test_layers_without_a_case_are_named(capsys):
+    assert bench.layers_of("lenet", (1, 28, 28)) == []
+    assert "left out: Conv2d of (6, 14, 14)" in capsys.readouterr().out
+
+
+def test_stored_gradients_of_several_views_are_measured():
+    found = bench.measure_stored(bench.Layer("a network", 16, 16, 4, views=2), 3, "cpu", 1)
+    assert None in found
+    assert len(found) == 2

@@ -288,6 +288,23 @@ def test_geodp_differences_in_the_text() -> None:
     for label, method in (("`direction` has", "direction"), ("with β = 0.1", published)):
         one, two, _ = gaps("geodp-table3", method, "DP+AUTO-S")
         assert f"{label} {one} and {two}" in text
+    (loud, quiet, _), (loud_psac, quiet_psac, _) = (
+        gaps("geodp-table3", f"{published}+{rule}", published) for rule in ("AUTO-S", "PSAC")
+    )
+    assert f"({loud} and {loud_psac} points at σ = 0.1, {quiet} and {quiet_psac} at σ = 0.01)" in text
+
+
+def test_geodp_with_twice_the_steps_on_cifar() -> None:
+    plain, halved, published = (
+        best_of("geodp-table3", "σ=0.1", m) for m in ("DP", "DP B=8192", "GeoDP as published β=1 B=8192")
+    )
+    text = " ".join(page("geodp.md").split())
+    more = tables.difference(halved, plain, 1).lstrip("+")
+    quiet = fmean(best_of("geodp-table3", "σ=0.01", "DP B=8192").values())
+    said = f"DP has {fmean(halved.values()):.1f} % at σ = 0.1, {more} more than with B = 16,384, and {quiet:.1f} % at σ = 0.01"
+    assert said in text
+    behind = fmean(halved.values()) - fmean(published.values())
+    assert f"gains nothing by them, {fmean(published.values()):.1f} %, {behind:.1f} behind DP" in text
 
 
 def test_geodp_without_noise() -> None:

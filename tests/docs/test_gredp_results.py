@@ -70,6 +70,32 @@ def test_gredp_with_each_layer_clipped(method: str) -> None:
     assert rest("gredp.md", cells)[:2] == ["–", "–"]
 
 
+@pytest.mark.parametrize("method", ["DP-SGD", "AUTO-S", "Spectral-DP", "DP-SGD, circulant", "Spectral-DP, circulant"])
+def test_model_3_with_c_and_momentum_tuned(method: str) -> None:
+    task, found = "gredp-model3-tuned", measured("gredp")
+    picks = tables.cells(found["runs"], task, "test_accuracy")["true", method]
+    pick, best = tables.chosen(found, task, "true", method, picks), tables.tuned(found, task, "test_accuracy")
+    rivals = ("–" if method == rival else paired(picks[pick], best["true", rival]) for rival in ("DP-SGD", "AUTO-S"))
+    cells = [method, spent("gredp", task, "true", method), rate(pick), f"{pick[1]:g}", f"{pick[2]:g}", spread(picks[pick]), *rivals]
+    assert rest("gredp.md", cells) == []
+    tried = tables.tried(found["tuning"], tables.TASKS[task], method, "true")
+    assert len(tried) == 12
+    at_best = [100 * value for (length, *_), value in tried.items() if length == 1.0 == pick[0]]
+    assert max(at_best) - min(at_best) < 2.5
+
+
+def test_what_stays_of_model_3s_gains_when_all_is_tuned() -> None:
+    dense_then_circulant = ["Spectral-DP", "DP-SGD", "Spectral-DP, circulant", "DP-SGD, circulant"]
+    blocks = ["DP-SGD, circulant", "DP-SGD", "Spectral-DP, circulant", "Spectral-DP"]
+    filtered, circulant = (
+        tables.pooled(measured("gredp"), "gredp-model3-tuned", "test_accuracy", names).removesuffix(" (6 pairs)")
+        for names in (dense_then_circulant, blocks)
+    )
+    text = " ".join(page("gredp.md").split())
+    assert f"Spectral-DP - DP-SGD {filtered} over six pairs" in text
+    assert f"circulant - dense {circulant}." in text
+
+
 POOLED = {
     "Spectral-DP - DP-SGD (6 pairs)": ["Spectral-DP", "DP-SGD", "Spectral-DP, circulant", "DP-SGD, circulant"],
     "GReDP - DP-SGD (6 pairs)": ["GReDP", "DP-SGD", "GReDP, circulant", "DP-SGD, circulant"],

@@ -161,8 +161,9 @@ def test_coarse_tuning_of_rep(lr: float, clip: float) -> None:
 
 
 def cifar_cells() -> dict[str, list[Any]]:
-    tuned, literal, two = (content(f"cifar-d4{part}.json") for part in ("", "-literal", "-eps2"))
-    return {**tuned["cells"], **literal["cells"], "ε=2": two["runs"]}
+    tuned, literal, two, prior = (content(f"cifar-d4{part}.json") for part in ("", "-literal", "-eps2", "-prior"))
+    from_a_prior = {f"{name} from a prior": runs for name, runs in prior["cells"].items()}
+    return {**tuned["cells"], **literal["cells"], "ε=2": two["runs"], **from_a_prior}
 
 
 @pytest.mark.parametrize(("name", "row", "sigma", "steps"), [
@@ -185,6 +186,8 @@ def test_parameters_near_zero_on_cifar(name: str, row: str, sigma: float, steps:
     ("200 steps for a unit of ε, ε 2", "| 2.00 | 2.18 | 6.639 | 400 |"),
     ("the paper's 2160 steps, ε 8", "| 8.00 | 8.62 | 4.644 | 2160 |"),
     ("Equivariant-ResNet-9 ε=2", "| 1.85 | 2.01 | 16.4 | 2160 |"), ("Equivariant-ResNet-9 ε=8", "| 7.31 | 7.88 | 5.0 | 2160 |"),
+    ("ε=1 from a prior", "| 1.00 | 1.10 | 7.256 | 135 |"), ("ε=2 from a prior", "| 2.00 | 2.18 | 5.495 | 270 |"),
+    ("ε=8 from a prior", "| 8.00 | 8.63 | 3.334 | 1080 |"),
 ])  # fmt: skip
 def test_cifar(name: str, start: str) -> None:
     runs = cifar_cells()[name]
@@ -205,6 +208,23 @@ def test_cifar(name: str, start: str) -> None:
     if "epsilon" in runs[0]:
         assert runs[0]["sigma"] == pytest.approx(sigma, abs=0.0005)
         assert rounded_up(runs[0]["epsilon"]["rdp"], 2) == start.split(" | ")[1]
+
+
+def test_what_a_prior_and_averaged_answers_are_worth_on_cifar() -> None:
+    """Against fresh weights by single views, and averaged answers beside single ones of the same weights."""
+    flowing = lambda name: " ".join(page(name).split())  # noqa: E731
+    said, cells = flowing("cifar.md"), cifar_cells()
+    mean = lambda runs, what: 100 * fmean(run["metrics"][-1][what] for run in runs)  # noqa: E731
+    gains = {}
+    for e, paper in ((1, "60.59"), (2, "72.10"), (8, "81.62")):
+        fresh, runs = cells[f"ε={e}"], cells[f"ε={e} from a prior"]
+        single, averaged = mean(runs, "single_view_accuracy"), mean(runs, "test_accuracy")
+        assert f"| {single:.2f} | {paper} " in said
+        assert 0.4 <= round(averaged - single, 1) <= 0.5
+        assert {run["config"]["steps"] for run in runs} == {135 * e} == {run["config"]["steps"] for run in fresh}
+        gains[e] = f"{single - mean(fresh, 'test_accuracy'):.1f}"
+    for where in (said, flowing("prior.md")):
+        assert f"worth {gains[1]} points at ε = 1, {gains[2]} at ε = 2 and {gains[8]} at ε = 8" in where
 
 
 @pytest.mark.parametrize(("cell", "row"), [

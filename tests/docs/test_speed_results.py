@@ -134,6 +134,34 @@ def test_the_page_names_the_commit_of_a_figure(name: str) -> None:
     assert content(name)["commit"] in page("results/speed.md")
 
 
+def test_what_privacy_costs_beside_the_same_pooling() -> None:
+    """Medians over rounds, in each of which all methods had their turn."""
+    def beside(model: str) -> str:
+        ours, joined = (content(f"step-{model}")["methods"][method]["times"] for method in ("erlangen", "joined"))
+        return f"{median(a / b for a, b in zip(ours, joined, strict=True)):.2f}×"
+
+    first, second, third, fourth = map(beside, STEPS)
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"privacy costs {first}, {second}, {third} and {fourth} (medians over rounds)" in said
+
+
+def test_the_first_row_again() -> None:
+    plain, private = (milliseconds("gpu-eq-resnet9-d4-again", method) for method in ("plain", "erlangen"))
+    again = content("gpu-eq-resnet9-d4-again")
+    assert {**again["arguments"], "repeats": 7, "graph": None} == {**content("gpu-eq-resnet9-d4")["arguments"], "graph": None}
+    assert f"{plain:.1f} ms plain, {private:.1f} ms private, {private / plain:.2f}" in page("results/speed.md")
+    assert again["commit"] in page("results/speed.md")
+    first = milliseconds("gpu-eq-resnet9-d4", "erlangen") / milliseconds("gpu-eq-resnet9-d4", "plain")
+    assert f"{first:.2f}× and {private / plain:.2f}× (two days) a plain" in (ROOT / "README.md").read_text()
+
+
+def test_runs_side_by_side_on_one_gpu() -> None:
+    runs = json.loads((ROOT / "docs/results/cifar-d4-prior.json").read_text())["cells"]["ε=8"]
+    seconds = max(run["seconds"] for run in runs)
+    said = f"took {seconds:.0f} s by their clocks, {seconds / sum(run['config']['steps'] for run in runs):.3f} s for every step"
+    assert said in page("results/speed.md")
+
+
 def test_a_whole_run_and_its_steps() -> None:
     said = page("results/speed.md")
     assert f"2160 steps of the first row take {2160 * milliseconds('gpu-eq-resnet9-d4', 'erlangen') / 6e4:.1f} minutes" in said
