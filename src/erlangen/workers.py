@@ -180,8 +180,9 @@ class Workers:
             lines = re.sub(r"^\[[^]]*\]\s*", "", str(error).strip()).splitlines()  # without the back end's own source line
             why = lines[0].split(". ")[0][:120] if lines else type(error).__name__
             raise LostWorker(
-                f"rank {self.rank} of {self.count} lost another worker while {doing} ({why}). No gradient was used that is "
-                "not in the ledger. Start the run again with --resume, with as many workers as you like"
+                f"rank {self.rank} of {self.count} lost another worker while {doing} ({why}). No gradient was used that "
+                "was not accounted first. Go on with `erlangen train --resume`, or from the last checkpoint of your own script, "
+                "with as many workers as you like"
             ) from error
 
 

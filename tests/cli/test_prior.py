@@ -40,6 +40,19 @@ def test_a_prior_for_other_images_says_what_it_is_for(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_learnt(tmp_path, monkeypatch):
+    monkeypatch.setattr("erlangen.prior.learn.learn_prior", lambda *_, **__: pytest.fail("minutes of learning are lost"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.safetensors").mkdir()
+    for out, says in (("file/p.safetensors", "cannot be made"), ("folder.safetensors", "is a folder")):
+        done = CliRunner().invoke(app, ["prior", "--shape", "1x8x8", "--out", str(tmp_path / out), *FEW])
+        assert done.exit_code == 2, done.output
+        assert says in done.stderr
+    monkeypatch.setattr("os.access", lambda *_: False)
+    done = CliRunner().invoke(app, ["prior", "--shape", "1x8x8", "--out", str(tmp_path / "p.safetensors"), *FEW])
+    assert "cannot be written to" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -243,6 +243,14 @@ def test_nobody_is_in_training_and_in_the_public_test_set():
         from_arrays("mine", {**arrays, "patient_test": np.array([2, 3])}, "patient")
 
 
+@pytest.mark.parametrize("given", [{"unit_pattern": "^(p[0-9]+)_"}, {"unit_csv": __file__}])
+def test_owners_by_file_name_are_refused_for_arrays(tmp_path, given):
+    np.savez(tmp_path / "mine.npz", **arrays(), patient=np.arange(len(arrays()["x_train"])))
+    assert load(tmp_path / "mine.npz", "patient").unit is not None
+    with pytest.raises(DataError, match=r"(?s)mine holds arrays.*the array 'patient' says whose"):
+        load(tmp_path / "mine.npz", "patient", **given)
+
+
 def test_units_are_records_or_their_owners():
     data = from_arrays("own", arrays())
     assert data.unit_count == len(data)

@@ -105,6 +105,14 @@ def test_what_cannot_work_fails_before_anything_is_trained(tmp_path):
             dataclasses.replace(SPEC, **change)
 
 
+def test_data_without_a_public_test_set_are_named_with_the_cure_for_folders_and_arrays(tmp_path):
+    file = tmp_path / "mine.npz"
+    np.savez(file, x_train=np.zeros((8, 4, 4), np.uint8), y_train=np.arange(8) % 2)
+    with pytest.raises(ConfigError, match=r"mine\.npz.*no public test set.*test/CLASS, or arrays with x_test"):
+        compare(dataclasses.replace(SPEC, base=dataclasses.replace(BASE, data=str(file))), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_intervals_are_paired_by_seed():
     a, b = [0.50, 0.62, 0.71, 0.55], [0.52, 0.66, 0.72, 0.58]
     rows = [

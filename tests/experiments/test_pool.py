@@ -40,7 +40,8 @@ def test_processes_are_others_and_errors_come_back():
 
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_the_jobs():
-    code = "from erlangen.experiments.pool import Pool; import time; list(Pool(workers=2).run(time.sleep, [600, 601]))"
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's `&` leaves it ignored
+    code = f"{heard}; from erlangen.experiments.pool import Pool; import time; list(Pool(2).run(time.sleep, [600, 601]))"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL) as driver:
         time.sleep(20)
         started = time.time()

@@ -243,7 +243,7 @@ def test_other_data_is_refused(tmp_path):
     folder = tmp_path / "run"
     interrupted(folder, 4, dataclasses.replace(SMALL, data=str(tmp_path / "d.npz")))
     save()
-    with pytest.raises(ConfigError, match="fingerprint differs"):
+    with pytest.raises(ConfigError, match=r"fingerprint differs; give its records \(--data\)"):
         run.resume(folder)
 
 

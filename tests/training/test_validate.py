@@ -6,9 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from erlangen.accounting import epsilon, gaussian
 from erlangen.accounting.ledger import LedgerError, read_ledger
+from erlangen.cli.main import app
 from erlangen.data import load
 from erlangen.training import TrainConfig, run
 from erlangen.training.config import ConfigError
@@ -43,6 +45,15 @@ def test_records_that_the_run_was_trained_on_pay_for_both(tmp_path, trained):
     result = validate(folder, "digits", 5.0)
     assert result["epsilon"] == pytest.approx(epsilon([*training, (gaussian(5.0), 2)], result["delta"]))
     assert result["epsilon"] > max(epsilon(training, result["delta"]), epsilon([(gaussian(5.0), 2)], result["delta"]))
+    assert result["trained_on"]
+
+
+def test_an_accuracy_on_the_training_records_is_called_so(tmp_path, trained):
+    for name, source, said in (("new", trained.parent / "private.npz", False), ("old", "digits", True)):
+        folder = shutil.copytree(trained, tmp_path / name, ignore=shutil.ignore_patterns("validation*"))
+        done = CliRunner().invoke(app, ["validate", str(folder), "--data", str(source)])
+        assert done.exit_code == 0, done.output
+        assert ("those that the run was trained on" in done.stdout) is said
 
 
 def test_a_run_that_protects_patients_does_not_count_records_unasked(tmp_path):

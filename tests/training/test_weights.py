@@ -133,7 +133,7 @@ def test_weights_that_a_run_learnt_from_the_same_records_are_not_public(tmp_path
     run.train(loud, tmp_path / "loud")
     quiet = dataclasses.replace(loud, noise_multiplier=20.0, weights=str(tmp_path / "loud" / "weights.safetensors"))
     for train in (lambda: run.train(quiet, tmp_path / "quiet"), lambda: Ensemble([quiet])):
-        with pytest.raises(ConfigError, match=r"the run loud learnt from the records of digits.*not public"):
+        with pytest.raises(ConfigError, match=r"the run 'loud' learnt from the records of digits.*not public"):
             train()
     assert not (tmp_path / "quiet").exists()
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "loud" / "weights.safetensors")

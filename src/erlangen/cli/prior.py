@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ def prior(
     started, place = time.perf_counter(), pick_device(device)
     torch.manual_seed(seed)
     network = make_model(model, input_shape, 2, **values.get("model_options", {}))
+    _require_a_place(out)
     learnt = _with_bar(network, input_shape, options, place, quiet=as_json)
     facts = facts_of(model, values.get("model_options", {}), input_shape, options)
     save_prior(network, out, facts)
@@ -69,6 +71,18 @@ def _shape(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.lower().split("x"))
     except ValueError:
         raise Misuse(f"shape is {text!r}; write COLOURSxSIDExSIDE, as 1x28x28") from None
+
+
+def _require_a_place(out: Path) -> None:
+    """Before minutes of learning, not after."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Misuse(f"out is {str(out)!r}, whose folder cannot be made: {error.strerror}; choose another --out") from error
+    if out.is_dir():
+        raise Misuse(f"out is {str(out)!r}, which is a folder; give a file")
+    if not os.access(out.parent, os.W_OK):
+        raise Misuse(f"out is {str(out)!r}, whose folder cannot be written to; choose another --out")
 
 
 def _with_bar(network, input_shape, options, device: str, quiet: bool) -> dict[str, float]:  # type: ignore[no-untyped-def]

@@ -37,6 +37,8 @@ def validate(
     typer.echo(
         f"Accuracy   {result['accuracy']:.1%} on {result['records']} private records (± {result['accuracy_std']:.1%} noise)"
     )
+    if result["trained_on"]:
+        typer.echo("           those that the run was trained on: it says little of new images; give others with --data")
     typer.echo(
         f"Privacy    ε = {_words(result['epsilon'])} at δ = {upper(result['delta'], 2, 'e')} per record, "
         f"{result['releases']} release(s) of this run so far"

@@ -53,6 +53,9 @@ def from_arrays(
     x_test, y_test = arrays.get("x_test"), arrays.get("y_test")
     if (x_test is None) != (y_test is None):
         raise DataError(f"{name} has only one of x_test and y_test; give both or neither")
+    if given := next((key for key in ("unit_pattern", "unit_csv") if getattr(options, key) is not None), None):
+        raise DataError(f"{given} is {getattr(options, given)!r}, but {name} holds arrays, whose rows have no file names; leave it "
+                        f"out: the array {unit!r} says whose each row is")  # fmt: skip
     names = _class_names(name, arrays)
     notes: list[str] = []
     owner = _unit(name, arrays, unit)

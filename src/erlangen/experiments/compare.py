@@ -140,7 +140,8 @@ def compare(spec: Comparison, out: Path, pool: Pool | None = None, watch: Watch 
     data = load_data(spec.base)
     if data.x_test is None:
         raise ConfigError(
-            "a comparison reads the public test set once for each final run: give data with x_test and y_test"
+            f"data is {spec.base.data!r}, which has no public test set, and a comparison reads one for each final run: give a "
+            "folder with train/CLASS and test/CLASS, or arrays with x_test and y_test"
         )
     out.mkdir(parents=True, exist_ok=True)
     _same_data(out, data)

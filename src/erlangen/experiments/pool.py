@@ -41,8 +41,8 @@ class Pool:
         context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
         others = set(multiprocessing.active_children())
         with ProcessPoolExecutor(min(self.workers, len(jobs)), context, _start, (self.threads, plugins.named())) as pool:
-            futures = {pool.submit(work, job): job for job in jobs}
             try:
+                futures = {pool.submit(work, job): job for job in jobs}
                 for future in as_completed(futures):
                     yield futures[future], future.result()
             except BaseException:  # Ctrl-C, or a job that failed: what still runs would be waited for

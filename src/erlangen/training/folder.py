@@ -82,8 +82,8 @@ def refuse_own_weights(config: TrainConfig, dataset: Dataset) -> None:
                           f"learnt from is not known: {error}") from error  # fmt: skip
     if book.steps and book.data == dataset.fingerprint():
         raise ConfigError(
-            f"weights is {config.weights!r}, which the run {run.name} learnt from the records of {dataset.name}: they are not "
-            f"public, and the ε of this run would leave out what that one spent. Train {run.name} for longer instead, or begin "
+            f"weights is {config.weights!r}, which the run {run.name!r} learnt from the records of {dataset.name}: they are not "
+            f"public, and the ε of this run would leave out what that one spent. Train {run.name!r} for longer instead, or begin "
             "with weights that no record of this data had a part in"
         )
 

@@ -141,7 +141,7 @@ def resume(
     _remark_on_shards(config, workers, say)
     with _old_ledger(folder, config, dataset, single_copy) as ledger:
         if ledger.book.data != dataset.fingerprint():
-            raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs")
+            raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs; give its records (--data)")
         _require_same_units(folder, ledger, dataset)
         require_its_options(folder / "config.json", ledger.book.header.get("options"), config)
         _require_same_weights(folder, ledger, config)

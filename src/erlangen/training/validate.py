@@ -71,13 +71,15 @@ def validate(
             ledger.spend(Release(metric.event, sensitivity=1.0, sigma_eff=noise_multiplier, mechanism=name))
     book, training = ledger.book, _training_ledger(folder)  # closed: what was reserved and not used is given back
     both, why = with_training(training, book, delta)
-    spent = both if training is not None and training.data == data.fingerprint() else epsilon(book.pairs(), delta)
+    trained_on = training is not None and training.data == data.fingerprint()
+    spent = both if trained_on else epsilon(book.pairs(), delta)
     return {
         "accuracy": right.value,
         "accuracy_std": right.std,
         "confusion": table.value.tolist(),
         "noise_std": table.std,
         "records": len(data),
+        "trained_on": trained_on,
         "unit": "record",
         "epsilon": spent if math.isfinite(spent) else "inf",
         "epsilon_if_trained_on": both if math.isfinite(both) else "inf",
@@ -112,6 +114,7 @@ def open_ledger(path: Path, data: Dataset, single_copy: bool = False) -> Ledger:
     if ledger.book.data != data.fingerprint():
         ledger.close()
         raise ConfigError(
-            f"{path} counts releases on other records: use the same validation data, or move the ledger away"
+            f"{path} counts releases on other records: use the same validation data, or keep that ledger (what it counts stays "
+            "spent) and validate on these from a copy of the run's folder without it"
         )
     return ledger
