@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 from erlangen.cli.main import app
 from erlangen.training.config import TrainConfig
+from tests.starting import cpu_seconds
 
 
 def run(*args: str, **options) -> subprocess.CompletedProcess:
@@ -220,22 +220,6 @@ def test_reproduce_lists_and_dry_runs():
     cell = dry["cells"][0]
     assert 0.99 < cell["epsilon"]["pld"] <= 1.0
     assert cell["paper"] == 92.7
-
-
-def cpu_seconds(code: str, enough: float, after: str = "") -> float:
-    """Processor time of a fresh interpreter, the best of five, or the first below ``enough``: other processes on the machine do
-    not count. With ``after``, what comes behind it as a share of what it took: a slow hour of the machine does not count either."""
-    used = "(lambda u: u.ru_utime + u.ru_stime)(resource.getrusage(resource.RUSAGE_SELF))"
-    before = f"{after}\nbefore = {used}" if after else "before = 0"
-    measure = f"import resource\n{before}\n{code}\nprint(({used} - before) / (before or 1))"
-    plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # only the tests of kernels need Triton
-    start = lambda: subprocess.run([sys.executable, "-c", measure], check=True, capture_output=True, text=True, env=plain)  # noqa: E731
-    best = math.inf
-    for _ in range(5):
-        best = min(best, float(start().stdout.split()[-1]))
-        if best < enough:
-            break
-    return best
 
 
 def test_start_up_is_quick():
