@@ -82,7 +82,7 @@ def stepper(method: str, args: argparse.Namespace):
         module, optimizer, criterion = _opacus(
             module, optimizer, torch.nn.CrossEntropyLoss(), rows, method.split("-")[1]
         )
-    run = torch.compile(module) if args.compile else module
+    run = torch.compile(module) if args.compile and method != "erlangen" else module
     precision = nullcontext if args.float32 else (lambda: torch.autocast(device, torch.bfloat16))
 
     def passes() -> None:
@@ -90,8 +90,8 @@ def stepper(method: str, args: argparse.Namespace):
             loss = criterion(run(x), y)
         loss.backward()
 
-    if args.graph and method in ("plain", "erlangen"):
-        return replayed(module, optimizer, passes, training, args)
+    if (args.graph and method in ("plain", "erlangen")) or (args.compile and method == "erlangen"):
+        return replayed(module, optimizer, passes, training, args, [x, y])
 
     def step(first: bool, last: bool) -> None:
         from erlangen.gradients.rows import RowMap
@@ -112,14 +112,14 @@ def stepper(method: str, args: argparse.Namespace):
     return step
 
 
-def replayed(module, optimizer, passes, training, args: argparse.Namespace):
-    """As `stepper`, with the physical step recorded once."""
+def replayed(module, optimizer, passes, training, args: argparse.Namespace, records):
+    """As `stepper`, with the physical step recorded once; a private one is compiled as a whole first, with --compile."""
     import torch
 
     from erlangen.gradients.rows import RowMap
     from erlangen.training.graphs import CudaRecorder
 
-    record = CudaRecorder(torch.device(args.device)) if args.device == "cuda" else (lambda part: part)
+    record = CudaRecorder(torch.device(args.device)) if args.device == "cuda" and args.graph else (lambda part: part)
     rows = RowMap.regular(args.physical, args.views)
     if training is None:
         passes()  # gradients exist from here on, at addresses that they keep
@@ -147,6 +147,10 @@ def replayed(module, optimizer, passes, training, args: argparse.Namespace):
         training.accumulate(tape.gradients())
 
     part()
+    if args.compile:
+        from erlangen.training.compiled import CompiledRecorder
+
+        part = CompiledRecorder([*records, *module.parameters(), *module.buffers()], sums)(part)
     replay = record(part)
 
     def private(first: bool, last: bool) -> None:
@@ -239,7 +243,7 @@ def main() -> None:
     parser.add_argument("--physical", type=int, default=1024, help="owners in memory at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the module; of a private step both passes, rules and clipping")
     parser.add_argument("--graph", action="store_true", help="replay physical steps as CUDA graphs, on both sides")
     parser.add_argument("--separate", action="store_true", help="plain layers one by one, not joined as the private ones")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one private step")

@@ -12,10 +12,10 @@ from tests.scripts import script
 bench = script("gpu")
 
 
-def trained(method: str, graph: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def trained(method: str, monkeypatch: pytest.MonkeyPatch, graph: bool = False, compiled: bool = False) -> torch.Tensor:
     """The weights after three logical steps of two physical ones, on this machine's processor."""
     args = argparse.Namespace(
-        model="lenet", device="cpu", physical=8, views=2, contiguous=True, separate=False, strategy="auto", compile=False,
+        model="lenet", device="cpu", physical=8, views=2, contiguous=True, separate=False, strategy="auto", compile=compiled,
         float32=True, graph=graph,
     )  # fmt: skip
     made, build = [], bench.build
@@ -31,5 +31,12 @@ def trained(method: str, graph: bool, monkeypatch: pytest.MonkeyPatch) -> torch.
 @pytest.mark.parametrize("method", ["plain", "erlangen"])
 def test_recorded_steps_train_alike(method, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-    usual, recorded = (trained(method, graph, monkeypatch) for graph in (False, True))
+    usual, recorded = (trained(method, monkeypatch, graph) for graph in (False, True))
     torch.testing.assert_close(recorded, usual, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_compiled_private_steps_train_alike(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    usual, compiled = (trained("erlangen", monkeypatch, compiled=c) for c in (False, True))
+    torch.testing.assert_close(compiled, usual, rtol=1e-5, atol=1e-6)

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 #: options that say how a cell is trained, not what
-HOW = ("device", "pad", "graph", "max_physical_batch", "evaluations", "checkpoints", "non_private")
+HOW = ("device", "pad", "graph", "compile", "max_physical_batch", "evaluations", "checkpoints", "non_private")
 KEYS = ", ".join(HOW)
 
 

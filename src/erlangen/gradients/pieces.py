@@ -21,6 +21,7 @@ from torch import Tensor
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.rounding import additions, gram, hidden, outward, weighed
 from erlangen.gradients.sums import row_sum, skips_zero_weights, squared_norms
+from erlangen.gradients.tracing import as_on_gpu
 
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
@@ -50,7 +51,7 @@ def unit_scale(t: Tensor, owners: int) -> tuple[Tensor, Tensor]:
         return t, t.new_ones(owners)
     flat = t.reshape(owners, -1)
     size = torch.maximum(flat.amax(1), -flat.amin(1))  # on a CPU 25 times as fast as the norm with p = ∞
-    if not t.is_cuda and bool(((size > 1e-6) & (size < 1e6)).all()):  # the usual case needs no copy
+    if not as_on_gpu(t) and bool(((size > 1e-6) & (size < 1e6)).all()):  # the usual case needs no copy
         return t, torch.ones_like(size)
     size = torch.where(size > 0, size, 1.0)
     return t / size.repeat_interleave(t.shape[0] // owners).view(-1, *[1] * (t.ndim - 1)), size

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from erlangen.gradients.tracing import as_on_gpu
+
 #: products that one entry of a Gram matrix adds at a time
 GRAM_RUN = 512
 
@@ -61,11 +63,11 @@ def weighed(d: Tensor, a: Tensor, w: Tensor, views: int = 1) -> tuple[Tensor, Te
     size = torch.maximum(flat.amax(1), -flat.amin(1))
     each = lambda t: t if views == 1 else t.repeat_interleave(views)  # noqa: E731
     row = lambda t, like: each(t.to(like.dtype)).view(-1, *[1] * (like.ndim - 1))  # noqa: E731
-    if not d.is_cuda and _all_within(w.abs().to(size.dtype) * size):  # the usual case; what vanishes or overflows here is not
+    if not as_on_gpu(d) and _all_within(w.abs().to(size.dtype) * size):  # the usual case; what vanishes or overflows here is not
         return d * row(w, d), a
     reach = w.abs().double() * size.double()
     usual = ~((size > 0) & (w != 0)) | ((reach >= 1e-20) & (reach <= 1e20))
-    if not d.is_cuda and bool(usual.all()):
+    if not as_on_gpu(d) and bool(usual.all()):
         return d * row(w, d), a
     root = reach.sqrt()
     left = d / row(torch.where(usual, 1.0, size), d)

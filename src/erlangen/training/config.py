@@ -61,6 +61,7 @@ class TrainConfig:
     max_physical_batch: int | None = None
     pad: bool = False
     graph: bool = False
+    compile: bool = False
     shard: bool = False
     strategy: str = "auto"
     precision: str = "auto"
@@ -135,6 +136,7 @@ class TrainConfig:
             ("selective", not self.selective, "leave it out"),
             ("denoise", self.denoise == "none", "choose none"),
             ("graph", not self.graph, "leave it out"),
+            ("compile", not self.compile, "leave it out"),
             ("non_private", not self.non_private, "leave it out"),
         ):
             if not ok:

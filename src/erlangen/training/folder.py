@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 #: options that change no weight: a run may be resumed with others, and equal seeds give equal weights whatever they are
-NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "shard", "evaluations", "checkpoints", "average_views")
+NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "compile", "shard", "evaluations", "checkpoints",
+             "average_views")  # fmt: skip
 
 
 def absolute(place: str) -> str:

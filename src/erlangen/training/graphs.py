@@ -57,9 +57,8 @@ class PartGraph:
 
     def __init__(self, session: Session, recorder: Recorder | None = None) -> None:
         self.session, self.reason = session, refusal(session)
-        if self.reason is None and recorder is None and session.device.type != "cuda":
+        if self.reason is None and recorder is None and session.device.type != "cuda" and not session.config.compile:
             self.reason = f"the device is {session.device.type}, and graphs are for a GPU"
-        self._recorder = recorder or CudaRecorder(session.device)
         self._replay: Callable[[], None] | None = None
         self._facts: Any = None
         if self.reason is not None:
@@ -67,6 +66,19 @@ class PartGraph:
             return
         self.records = Records(session)
         self.sums = {name: torch.zeros_like(total) for name, total in self._mechanism.clipped_sum().items()}
+        self._recorder = recorder or self._usual_recorder()
+
+    def _usual_recorder(self) -> Recorder:
+        """A CUDA graph, a compiled part, or a CUDA graph of the compiled part: as the options say."""
+        session, config = self.session, self.session.config
+        replayed = CudaRecorder(session.device)
+        if not config.compile:
+            return replayed
+        from erlangen.training.compiled import CompiledRecorder  # a compiler takes a second to import
+
+        compiled = CompiledRecorder([*self.records.tensors, *session.model.parameters(), *session.model.buffers()], self.sums)
+        both = config.graph and session.device.type == "cuda"
+        return (lambda part: replayed(compiled(part))) if both else compiled
 
     @property
     def _mechanism(self) -> GaussianMechanism:
@@ -131,7 +143,7 @@ class PartGraph:
             with torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else []):
                 self._replay = self._recorded()
         except RuntimeError as error:  # whatever the library or the driver could not do, the ordinary part can
-            self.reason = str(error).strip().split("\n")[0]
+            self.reason = " ".join(str(error).split("\n")[:2]).strip()
             self._say()
         finally:
             training.tape.clear()
@@ -172,7 +184,8 @@ class PartGraph:
         return bool(alike)
 
     def _say(self) -> None:
-        warnings.warn(f"graph is on, but parts run as usual: {self.reason}", stacklevel=4)
+        asked = "compile" if self.session.config.compile else "graph"
+        warnings.warn(f"{asked} is on, but parts run as usual: {self.reason}", stacklevel=4)
 
 
 class CudaRecorder:
@@ -234,6 +247,10 @@ class Records:
     @property
     def owner(self) -> Tensor:
         return self._picked[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self._picked, self.x, self.y, self.moves]
 
     def load(self, rows: Tensor, owner: Tensor, moves: Tensor) -> None:
         """The records of one part; the host does not wait for the device."""

@@ -139,7 +139,7 @@ class Session:
         self._augmentation = Stream("augmentation", config.seed, run_id)
         self._layers = Stream("layers", config.seed, run_id, self.workers.rank)
         self.step_count = 0
-        self.graph = PartGraph(self) if config.graph else None
+        self.graph = PartGraph(self) if config.graph or config.compile else None
         #: statistics of private records outside any mechanism: empty unless asked for, and listed in the result
         self.non_private: dict[str, float] = {}
         self.diagnostics = self._diagnostics()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from erlangen.gradients.tracing import is_followed
+
 #: Triton runs kernels step by step in Python: for tests on machines without a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: Triton takes a while to import: only where its kernels can run
@@ -25,7 +27,7 @@ FORCED = False
 
 def usable(*tensors: Tensor) -> bool:
     """Whether a kernel can, and should, be launched on these tensors."""
-    return HAS_TRITON and (FORCED or (not INTERPRETED and all(t.is_cuda for t in tensors)))
+    return HAS_TRITON and not is_followed() and (FORCED or (not INTERPRETED and all(t.is_cuda for t in tensors)))
 
 
 #: programs along the second axis of a launch, where most kernels have rows: CUDA allows no more

@@ -29,6 +29,7 @@ from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import weighed
 from erlangen.gradients.rules.unfolding import Unfolding, cheapest
 from erlangen.gradients.tape import Tape
+from erlangen.gradients.tracing import as_on_gpu
 
 #: flops of one owner's kernel gradient below which calling the native kernel per owner costs more than it computes
 SMALL_OWNER = 5e7
@@ -98,7 +99,7 @@ class Conv(Piece):
             return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
         flops = 2 * self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape)
         small = flops < SMALL_OWNER and self.geometry.groups == 1
-        return self._dense_by_windows() if self.x.is_cuda or small else self._dense_by_owner()
+        return self._dense_by_windows() if as_on_gpu(self.x) or small else self._dense_by_owner()
 
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
@@ -153,7 +154,7 @@ class Conv(Piece):
         buffer: on a CPU it is still in the cache when the product reads it."""
         d, n, groups, inner = self._cotangents(), self.count, self.geometry.groups, math.prod(self.shape[1:])
         size = self._part(d.shape[-1] * inner * groups)
-        windows = self._copied(last, size) if d.is_cuda else self._unfolded(last, size)
+        windows = self._copied(last, size) if as_on_gpu(d) else self._unfolded(last, size)
         out = d.new_empty(n, groups, self.shape[0] // groups, inner)
         for start in range(0, n, size):
             part = slice(start, min(n, start + size))
@@ -164,7 +165,7 @@ class Conv(Piece):
 
     def _part(self, entries: int) -> int:
         """Owners whose windows, of so many entries each, are formed at a time: parts of about equal size."""
-        room = CHUNK_FLOATS["cuda"] if self.d.is_cuda else WINDOW_FLOATS * torch.get_num_threads()
+        room = CHUNK_FLOATS["cuda"] if as_on_gpu(self.d) else WINDOW_FLOATS * torch.get_num_threads()
         parts = -(-self.count * max(1, entries) // room)
         return max(1, -(-self.count // max(1, parts)))
 
@@ -215,7 +216,7 @@ class Conv(Piece):
     def _channels_innermost(self) -> bool:
         """Which windows are copied faster. On a GPU channels-last is what the network stores."""
         g = self.geometry
-        return g.groups == 1 and (self.x.is_cuda or cheapest(self.x, self.d.shape[2:], g).last)
+        return g.groups == 1 and (as_on_gpu(self.x) or cheapest(self.x, self.d.shape[2:], g).last)
 
     def windows(self) -> tuple[Tensor, Tensor]:
         """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G]), positions innermost in memory."""
