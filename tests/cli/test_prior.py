@@ -44,7 +44,10 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_learnt(tmp_pat
     monkeypatch.setattr("erlangen.prior.learn.learn_prior", lambda *_, **__: pytest.fail("minutes of learning are lost"))
     (tmp_path / "file").touch()
     (tmp_path / "folder.safetensors").mkdir()
-    for out, says in (("file/p.safetensors", "cannot be made"), ("folder.safetensors", "is a folder")):
+    (tmp_path / "old.safetensors").touch()
+    for out, says in (
+        ("file/p.safetensors", "cannot be made"), ("folder.safetensors", "is a folder"), ("old.safetensors", "--overwrite"),
+    ):  # fmt: skip
         done = CliRunner().invoke(app, ["prior", "--shape", "1x8x8", "--out", str(tmp_path / out), *FEW])
         assert done.exit_code == 2, done.output
         assert says in done.stderr

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from . import signing, strict_json
@@ -273,7 +274,7 @@ def _said(document: Mapping[str, Any]) -> list[str]:
     """What has to be said where it is so, and what has to be said always."""
     config, delta = document["config"] or {}, document["delta"]
     problems = [
-        f"not_covered leaves out what every certificate says: {words[:60]!r} …"
+        f"not_covered leaves out what every certificate says: {shorten(words, 60, placeholder=' …')!r}"
         for words in ALWAYS_NOT_COVERED
         if words not in document["not_covered"]
     ]

@@ -29,6 +29,7 @@ def prior(
     seed: int = typer.Option(0, help="Decides the images and the rest; nothing here needs to be secret."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
     set_: list[str] = typer.Option([], "--set", help="model_options.KEY=VALUE for the network."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the file; runs that began with it no longer find it."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Learn features from made-up images: no data is read, and no privacy is spent.
@@ -52,7 +53,7 @@ def prior(
     started, place = time.perf_counter(), pick_device(device)
     torch.manual_seed(seed)
     network = make_model(model, input_shape, 2, **values.get("model_options", {}))
-    _require_a_place(out)
+    _require_a_place(out, overwrite)
     learnt = _with_bar(network, input_shape, options, place, quiet=as_json)
     facts = facts_of(model, values.get("model_options", {}), input_shape, options)
     save_prior(network, out, facts)
@@ -73,7 +74,7 @@ def _shape(text: str) -> tuple[int, ...]:
         raise Misuse(f"shape is {text!r}; write COLOURSxSIDExSIDE, as 1x28x28") from None
 
 
-def _require_a_place(out: Path) -> None:
+def _require_a_place(out: Path, overwrite: bool) -> None:
     """Before minutes of learning, not after."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +82,9 @@ def _require_a_place(out: Path) -> None:
         raise Misuse(f"out is {str(out)!r}, whose folder cannot be made: {error.strerror}; choose another --out") from error
     if out.is_dir():
         raise Misuse(f"out is {str(out)!r}, which is a folder; give a file")
+    if out.exists() and not overwrite:
+        raise Misuse(f"out is {str(out)!r}, which is there already, and runs that began with it need it as it is; choose another "
+                     "--out, or give --overwrite")  # fmt: skip
     if not os.access(out.parent, os.W_OK):
         raise Misuse(f"out is {str(out)!r}, whose folder cannot be written to; choose another --out")
 
