@@ -92,7 +92,7 @@ def test_what_no_certificate_covers_is_in_every_one(left, tmp_path):
     assert check(document) == []
     document["not_covered"].remove(cert.ALWAYS_NOT_COVERED[left])
     (problem,) = check(document)
-    assert cert.ALWAYS_NOT_COVERED[left][:60] in problem
+    assert cert.ALWAYS_NOT_COVERED[left] in problem
     document["not_covered"] = []
     assert len(check(document)) == len(cert.ALWAYS_NOT_COVERED)
 

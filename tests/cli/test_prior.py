@@ -20,7 +20,8 @@ def test_a_prior_is_learnt_written_and_begun_with(tmp_path):
     told = json.loads(done.stdout)
     assert told["weights"] == str(file)
     assert told["guessing"] == pytest.approx(1.9459, abs=1e-3)
-    again = CliRunner().invoke(app, command)
+    assert "is there already" in CliRunner().invoke(app, command).stderr
+    again = CliRunner().invoke(app, [*command, "--overwrite"])
     assert "no data was read" in again.stdout
     train = ["train", "--data", "digits", "--weights", str(file), "--set", "model_options.width=8", "--steps", "2"]
     done = CliRunner().invoke(app, [*train, "--out", str(out), "--json"])

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from . import signing, strict_json
@@ -274,7 +273,7 @@ def _said(document: Mapping[str, Any]) -> list[str]:
     """What has to be said where it is so, and what has to be said always."""
     config, delta = document["config"] or {}, document["delta"]
     problems = [
-        f"not_covered leaves out what every certificate says: {shorten(words, 60, placeholder=' …')!r}"
+        f"not_covered leaves out what every certificate says: {words!r}"
         for words in ALWAYS_NOT_COVERED
         if words not in document["not_covered"]
     ]
