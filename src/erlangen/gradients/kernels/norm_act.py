@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, whole
+from erlangen.gradients.kernels import HAS_TRITON, INTERPRETED, ROWS, power_of_two, whole
 
 ACTIVATIONS = {"identity": 0, "mish": 1, "relu": 2, "silu": 3}
 _TWINS = {"identity": lambda x: x, "mish": F.mish, "relu": F.relu, "silu": F.silu}
@@ -54,36 +54,55 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    #: one instruction where Triton's own exp and division take a handful; these kernels wait for instructions, not for memory
+    FAST = tl.constexpr(not INTERPRETED and torch.version.hip is None)
+
     @triton.jit
-    def _activate(x, KIND: tl.constexpr):
-        if KIND == 1:
-            e = tl.exp(tl.minimum(x, 20.0))  # tanh(log(1 + e)) = n/(n + 2), n = e(e + 2)
-            n = e * (e + 2.0)
-            r = x * (n / (n + 2.0))
-        elif KIND == 2:
-            r = tl.maximum(x, 0.0)
-        elif KIND == 3:
-            r = x / (1.0 + tl.exp(-x))
+    def _exp(x):
+        x = x * 1.4426950408889634
+        if FAST:
+            r = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         else:
-            r = x
+            r = tl.exp2(x)
         return r
 
     @triton.jit
-    def _slope(x, KIND: tl.constexpr):
-        """The derivative of the activation."""
-        if KIND == 1:
-            e = tl.exp(tl.minimum(x, 20.0))
-            n = e * (e + 2.0)
-            t = n / (n + 2.0)
-            r = t + x * (1.0 - t * t) * (e / (1.0 + e))
-        elif KIND == 2:
-            r = tl.where(x > 0, 1.0, 0.0)
-        elif KIND == 3:
-            s = 1.0 / (1.0 + tl.exp(-x))
-            r = s * (1.0 + x * (1.0 - s))
+    def _inverse(x):
+        if FAST:
+            r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         else:
-            r = tl.zeros_like(x) + 1.0
+            r = 1.0 / x
         return r
+
+    @triton.jit
+    def _both(x, KIND: tl.constexpr):
+        """An activation and its derivative."""
+        if KIND == 1:
+            e = _exp(tl.minimum(x, 20.0))  # tanh(log(1 + e)) = n/(n + 2), n = e(e + 2)
+            n = e * (e + 2.0)
+            i = _inverse(n + 2.0)
+            t = n * i
+            r = x * t
+            s = t + (4.0 * x * i) * (t - e * i)  # x(1 − t²)·e/(1 + e), 1 − t² = 4(1 + e)²·i², e(1 + e)·i = t − e·i
+        elif KIND == 2:
+            r = tl.maximum(x, 0.0)
+            s = tl.where(x > 0, 1.0, 0.0)
+        elif KIND == 3:
+            t = _inverse(1.0 + _exp(-x))
+            r = x * t
+            s = t * (1.0 + x * (1.0 - t))
+        else:
+            r = x
+            s = tl.zeros_like(x) + 1.0
+        return r, s
+
+    @triton.jit
+    def _activate(x, KIND: tl.constexpr):
+        return _both(x, KIND)[0]
+
+    @triton.jit
+    def _slope(x, KIND: tl.constexpr):
+        return _both(x, KIND)[1]
 
     @triton.jit
     def _over_groups(s, BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr):
@@ -117,8 +136,6 @@ if HAS_TRITON:
         inside = (j < WIDTH) & (c < C)
         n = tl.program_id(1).to(tl.int64)
         source = y + n * AREA * C
-        total = tl.zeros([BLOCK], tl.float32)
-        square = tl.zeros([BLOCK], tl.float32)
         if PIXELS >= AREA:  # the whole map in registers: read once, in quarters if they are pooled
             if POOL:
                 q = tl.arange(0, AREA // 4)
@@ -135,10 +152,14 @@ if HAS_TRITON:
                 total = tl.sum(m, 0)
                 square = tl.sum(m * m, 0)
         else:
+            first = tl.zeros([PIXELS, BLOCK], tl.float32)
+            second = tl.zeros([PIXELS, BLOCK], tl.float32)
             for start in range(0, AREA, PIXELS):
                 m = _activate(_tile(source, start + tl.arange(0, PIXELS), c, inside, C), PRE)
-                total += tl.sum(m, 0)
-                square += tl.sum(m * m, 0)
+                first += m
+                second += m * m
+            total = tl.sum(first, 0)
+            square = tl.sum(second, 0)
         mu = _over_groups(total, BLOCK, SIZE, ONE) / (AREA * SIZE)
         variance = _over_groups(square, BLOCK, SIZE, ONE) / (AREA * SIZE) - mu * mu
         rs = 1.0 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
@@ -173,10 +194,6 @@ if HAS_TRITON:
                 _put(z + n * AREA * C, p, c, inside, _activate(o, POST), C)
 
     @triton.jit
-    def _normal(v, mu, rs, PRE: tl.constexpr):
-        return (_activate(v, PRE) - mu[None, :]) * rs[None, :]
-
-    @triton.jit
     def _window(base, p, c, inside, W: tl.constexpr, C: tl.constexpr):
         """The four entries of the 2×2 windows whose first ones are at p."""
         v0 = _tile(base, p, c, inside, C)
@@ -186,38 +203,31 @@ if HAS_TRITON:
         return v0, v1, v2, v3
 
     @triton.jit
-    def _normals(v0, v1, v2, v3, mu, rs, PRE: tl.constexpr):
-        x0 = _normal(v0, mu, rs, PRE)
-        x1 = _normal(v1, mu, rs, PRE)
-        x2 = _normal(v2, mu, rs, PRE)
-        x3 = _normal(v3, mu, rs, PRE)
-        return x0, x1, x2, x3
+    def _line(m, a, b):
+        """a·m + b with a and b per channel."""
+        return m * a[None, :] + b[None, :]
 
     @triton.jit
-    def _won(d, x0, x1, x2, x3, g, b, POST: tl.constexpr):
+    def _won(d, o0, o1, o2, o3, POST: tl.constexpr):
         """The cotangent of a window's largest entry, back through post, at the entry that is the first to have it."""
-        o0 = x0 * g[None, :] + b[None, :]
-        o1 = x1 * g[None, :] + b[None, :]
-        o2 = x2 * g[None, :] + b[None, :]
-        o3 = x3 * g[None, :] + b[None, :]
-        z0 = _activate(o0, POST)
-        z1 = _activate(o1, POST)
-        z2 = _activate(o2, POST)
-        z3 = _activate(o3, POST)
+        z0, t0 = _both(o0, POST)
+        z1, t1 = _both(o1, POST)
+        z2, t2 = _both(o2, POST)
+        z3, t3 = _both(o3, POST)
         best = tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3))
         w0 = z0 == best
         w1 = z1 == best
         w2 = z2 == best
-        d0 = tl.where(w0, d * _slope(o0, POST), 0.0)
-        d1 = tl.where(w0, 0.0, tl.where(w1, d * _slope(o1, POST), 0.0))
-        d2 = tl.where(w0 | w1, 0.0, tl.where(w2, d * _slope(o2, POST), 0.0))
-        d3 = tl.where(w0 | w1 | w2, 0.0, d * _slope(o3, POST))
+        d0 = tl.where(w0, d * t0, 0.0)
+        d1 = tl.where(w0, 0.0, tl.where(w1, d * t1, 0.0))
+        d2 = tl.where(w0 | w1, 0.0, tl.where(w2, d * t2, 0.0))
+        d3 = tl.where(w0 | w1 | w2, 0.0, d * t3)
         return d0, d1, d2, d3
 
     @triton.jit
-    def _returned(v, x, d, g, rs, s1, s2, PRE: tl.constexpr):
-        """rs·(γ·do − s1 − x̂·s2)·pre'(y)"""
-        return rs[None, :] * (g[None, :] * d - s1[None, :] - x * s2[None, :]) * _slope(v, PRE)
+    def _returned(m, slope, d, a, along, shift):
+        """(a·do + along·pre(y) + shift)·pre'(y), which is rs·(γ·do − s1 − x̂·s2)·pre'(y)."""
+        return (d * a[None, :] + _line(m, along, shift)) * slope
 
     @triton.jit
     def _backward(
@@ -225,7 +235,10 @@ if HAS_TRITON:
         WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr, PRE: tl.constexpr,
         POST: tl.constexpr, POOL: tl.constexpr, PIXELS: tl.constexpr,
     ):  # fmt: skip
-        """dy = rs·(γ·do − Σγ·do/m − x̂·Σγ·do·x̂/m)·pre'(y), the sums over a group of m entries; do = dz·post'."""
+        """dy = rs·(γ·do − Σγ·do/m − x̂·Σγ·do·x̂/m)·pre'(y), the sums over a group of m entries; do = dz·post'.
+
+        With k = rs and h = −μ·rs it is x̂ = k·pre(y) + h, and what post sees is a·pre(y) + b.
+        """
         AREA: tl.constexpr = H * W
         j = tl.arange(0, BLOCK)
         c = tl.program_id(0) * WIDTH + j
@@ -234,11 +247,10 @@ if HAS_TRITON:
         source = y + n * AREA * C
         target = dy + n * AREA * C
         g = tl.load(gamma + c, mask=inside, other=0.0)
-        b = tl.load(beta + c, mask=inside, other=0.0)
-        mu = tl.load(mean + n * C + c, mask=inside, other=0.0)
-        rs = tl.load(rstd + n * C + c, mask=inside, other=0.0)
-        along = tl.zeros([BLOCK], tl.float32)  # Σ do·x̂
-        plain = tl.zeros([BLOCK], tl.float32)  # Σ do
+        k = tl.load(rstd + n * C + c, mask=inside, other=0.0)
+        h = -k * tl.load(mean + n * C + c, mask=inside, other=0.0)
+        a = g * k
+        b = g * h + tl.load(beta + c, mask=inside, other=0.0)
         if POOL:
             QUARTER: tl.constexpr = PIXELS // 4
             HALF: tl.constexpr = W // 2
@@ -248,73 +260,89 @@ if HAS_TRITON:
             p = (q // HALF) * 2 * W + (q % HALF) * 2
             d = _tile(arriving, q, c, inside, C)
             v0, v1, v2, v3 = _window(source, p, c, inside, W, C)
-            x0, x1, x2, x3 = _normals(v0, v1, v2, v3, mu, rs, PRE)
-            d0, d1, d2, d3 = _won(d, x0, x1, x2, x3, g, b, POST)
-            plain = tl.sum(d0 + d1 + d2 + d3, 0)
-            along = tl.sum(d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3, 0)
+            m0, t0 = _both(v0, PRE)
+            m1, t1 = _both(v1, PRE)
+            m2, t2 = _both(v2, PRE)
+            m3, t3 = _both(v3, PRE)
+            d0, d1, d2, d3 = _won(d, _line(m0, a, b), _line(m1, a, b), _line(m2, a, b), _line(m3, a, b), POST)
+            plain = tl.sum(d0 + d1 + d2 + d3, 0)  # Σ do
+            along = tl.sum(
+                d0 * _line(m0, k, h) + d1 * _line(m1, k, h) + d2 * _line(m2, k, h) + d3 * _line(m3, k, h), 0
+            )  # Σ do·x̂
         elif POOL:
+            first = tl.zeros([QUARTER, BLOCK], tl.float32)
+            second = tl.zeros([QUARTER, BLOCK], tl.float32)
             for start in range(0, AREA // 4, QUARTER):
                 q = start + tl.arange(0, QUARTER)
                 p = (q // HALF) * 2 * W + (q % HALF) * 2
                 d = _tile(arriving, q, c, inside, C)
-                x = _normal(_tile(source, p, c, inside, C), mu, rs, PRE)  # the winner's x̂, found as we go
-                o = x * g[None, :] + b[None, :]
+                m = _activate(_tile(source, p, c, inside, C), PRE)  # the winner's, found as we go
+                o = _line(m, a, b)
                 best = _activate(o, POST)
-                for k in tl.static_range(1, 4):
-                    x1 = _normal(_tile(source, p + (k // 2) * W + k % 2, c, inside, C), mu, rs, PRE)
-                    o1 = x1 * g[None, :] + b[None, :]
+                for i in tl.static_range(1, 4):
+                    m1 = _activate(_tile(source, p + (i // 2) * W + i % 2, c, inside, C), PRE)
+                    o1 = _line(m1, a, b)
                     z1 = _activate(o1, POST)
                     wins = z1 > best
-                    x = tl.where(wins, x1, x)
+                    m = tl.where(wins, m1, m)
                     o = tl.where(wins, o1, o)
                     best = tl.where(wins, z1, best)
                 d = d * _slope(o, POST)
-                plain += tl.sum(d, 0)
-                along += tl.sum(d * x, 0)
+                first += d
+                second += d * _line(m, k, h)
+            plain = tl.sum(first, 0)
+            along = tl.sum(second, 0)
         elif PIXELS >= AREA:
             p = tl.arange(0, PIXELS)
-            v = _tile(source, p, c, inside, C)
-            x = _normal(v, mu, rs, PRE)
-            d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
+            m, slope = _both(_tile(source, p, c, inside, C), PRE)
+            d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(_line(m, a, b), POST)
             plain = tl.sum(d, 0)
-            along = tl.sum(d * x, 0)
+            along = tl.sum(d * _line(m, k, h), 0)
         else:
+            first = tl.zeros([PIXELS, BLOCK], tl.float32)
+            second = tl.zeros([PIXELS, BLOCK], tl.float32)
             for start in range(0, AREA, PIXELS):
                 p = start + tl.arange(0, PIXELS)
-                x = _normal(_tile(source, p, c, inside, C), mu, rs, PRE)
-                d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
-                plain += tl.sum(d, 0)
-                along += tl.sum(d * x, 0)
+                m = _activate(_tile(source, p, c, inside, C), PRE)
+                d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(_line(m, a, b), POST)
+                first += d
+                second += d * _line(m, k, h)
+            plain = tl.sum(first, 0)
+            along = tl.sum(second, 0)
         tl.store(dgamma + n * C + c, along, mask=inside)
         tl.store(dbeta + n * C + c, plain, mask=inside)
-        s1 = _over_groups(g * plain, BLOCK, SIZE, ONE) / (AREA * SIZE)
-        s2 = _over_groups(g * along, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        s1 = k * _over_groups(g * plain, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        s2 = k * _over_groups(g * along, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        tilt = -s2 * k
+        shift = -s2 * h - s1
         if POOL and PIXELS >= AREA:
-            _put(target, p, c, inside, _returned(v0, x0, d0, g, rs, s1, s2, PRE), C)
-            _put(target, p + 1, c, inside, _returned(v1, x1, d1, g, rs, s1, s2, PRE), C)
-            _put(target, p + W, c, inside, _returned(v2, x2, d2, g, rs, s1, s2, PRE), C)
-            _put(target, p + W + 1, c, inside, _returned(v3, x3, d3, g, rs, s1, s2, PRE), C)
+            _put(target, p, c, inside, _returned(m0, t0, d0, a, tilt, shift), C)
+            _put(target, p + 1, c, inside, _returned(m1, t1, d1, a, tilt, shift), C)
+            _put(target, p + W, c, inside, _returned(m2, t2, d2, a, tilt, shift), C)
+            _put(target, p + W + 1, c, inside, _returned(m3, t3, d3, a, tilt, shift), C)
         elif POOL:
             for start in range(0, AREA // 4, QUARTER):
                 q = start + tl.arange(0, QUARTER)
                 p = (q // HALF) * 2 * W + (q % HALF) * 2
                 d = _tile(arriving, q, c, inside, C)
                 v0, v1, v2, v3 = _window(source, p, c, inside, W, C)
-                x0, x1, x2, x3 = _normals(v0, v1, v2, v3, mu, rs, PRE)
-                d0, d1, d2, d3 = _won(d, x0, x1, x2, x3, g, b, POST)
-                _put(target, p, c, inside, _returned(v0, x0, d0, g, rs, s1, s2, PRE), C)
-                _put(target, p + 1, c, inside, _returned(v1, x1, d1, g, rs, s1, s2, PRE), C)
-                _put(target, p + W, c, inside, _returned(v2, x2, d2, g, rs, s1, s2, PRE), C)
-                _put(target, p + W + 1, c, inside, _returned(v3, x3, d3, g, rs, s1, s2, PRE), C)
+                m0, t0 = _both(v0, PRE)
+                m1, t1 = _both(v1, PRE)
+                m2, t2 = _both(v2, PRE)
+                m3, t3 = _both(v3, PRE)
+                d0, d1, d2, d3 = _won(d, _line(m0, a, b), _line(m1, a, b), _line(m2, a, b), _line(m3, a, b), POST)
+                _put(target, p, c, inside, _returned(m0, t0, d0, a, tilt, shift), C)
+                _put(target, p + 1, c, inside, _returned(m1, t1, d1, a, tilt, shift), C)
+                _put(target, p + W, c, inside, _returned(m2, t2, d2, a, tilt, shift), C)
+                _put(target, p + W + 1, c, inside, _returned(m3, t3, d3, a, tilt, shift), C)
         elif PIXELS >= AREA:
-            _put(target, p, c, inside, _returned(v, x, d, g, rs, s1, s2, PRE), C)
+            _put(target, p, c, inside, _returned(m, slope, d, a, tilt, shift), C)
         else:
             for start in range(0, AREA, PIXELS):
                 p = start + tl.arange(0, PIXELS)
-                v = _tile(source, p, c, inside, C)
-                x = _normal(v, mu, rs, PRE)
-                d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(x * g[None, :] + b[None, :], POST)
-                _put(target, p, c, inside, _returned(v, x, d, g, rs, s1, s2, PRE), C)
+                m, slope = _both(_tile(source, p, c, inside, C), PRE)
+                d = _tile(dz + n * AREA * C, p, c, inside, C) * _slope(_line(m, a, b), POST)
+                _put(target, p, c, inside, _returned(m, slope, d, a, tilt, shift), C)
 
 
 def fits(y: Tensor, spec: NormAct) -> bool:
@@ -327,12 +355,12 @@ def fits(y: Tensor, spec: NormAct) -> bool:
 #: (backward, pixels, pooled) → (channels of a program, entries of a tile, warps), measured best on an H200; the nearest
 #: smaller map's entry serves maps that are not listed
 _TUNED = {
-    (False, 4): (64, 4096, 4), (False, 128): (32, 8192, 8), (False, 512): (16, 16384, 8),
-    (True, 4): (64, 4096, 4), (True, 128): (32, 4096, 4), (True, 512): (32, 8192, 8),
+    (False, 4): (64, 1024, 2), (False, 32): (32, 2048, 4), (False, 128): (32, 8192, 4), (False, 512): (16, 16384, 8),
+    (True, 4): (32, 1024, 2), (True, 32): (32, 2048, 4), (True, 128): (32, 2048, 4), (True, 512): (32, 16384, 8),
 }  # fmt: skip
 _TUNED_POOLED = {
-    (False, 4): (64, 4096, 4), (False, 128): (32, 8192, 8), (False, 512): (16, 16384, 8),
-    (True, 4): (32, 2048, 4), (True, 128): (16, 4096, 8), (True, 512): (16, 2048, 4),
+    (False, 4): (32, 1024, 2), (False, 32): (32, 2048, 4), (False, 128): (32, 8192, 4), (False, 512): (16, 16384, 8),
+    (True, 4): (32, 2048, 4), (True, 512): (16, 4096, 4),
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from erlangen.gradients.kernels.norm_act import _activate, _normal, _over_groups, _slope
+    from erlangen.gradients.kernels.norm_act import _activate, _both, _line, _over_groups, _returned
 
     @triton.jit
     def _read(base, pixel, channel, inside, AREA: tl.constexpr, C: tl.constexpr):
@@ -61,18 +61,20 @@ if HAS_TRITON:
         own = (n // rows) * C + c
         source = y + n * (AREA * C)
         target = z + n * (AREA * C)
-        total = tl.zeros([BLOCK], tl.float32)
-        square = tl.zeros([BLOCK], tl.float32)
         if PIXELS >= AREA:  # the whole map in registers: read once
             p = tl.arange(0, PIXELS)
             m = _activate(_read(source, p, c, inside, AREA, C), PRE)
             total = tl.sum(m, 0)
             square = tl.sum(m * m, 0)
         else:
+            first = tl.zeros([PIXELS, BLOCK], tl.float32)
+            second = tl.zeros([PIXELS, BLOCK], tl.float32)
             for start in range(0, AREA, PIXELS):
                 m = _activate(_read(source, start + tl.arange(0, PIXELS), c, inside, AREA, C), PRE)
-                total += tl.sum(m, 0)
-                square += tl.sum(m * m, 0)
+                first += m
+                second += m * m
+            total = tl.sum(first, 0)
+            square = tl.sum(second, 0)
         mu = _over_groups(total, BLOCK, SIZE, ONE) / (AREA * SIZE)
         variance = _over_groups(square, BLOCK, SIZE, ONE) / (AREA * SIZE) - mu * mu
         rs = 1.0 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
@@ -102,39 +104,39 @@ if HAS_TRITON:
         arriving = dz + n * (AREA * C)
         target = dy + n * (AREA * C)
         g = tl.load(gamma + (n // rows) * C + c, mask=inside, other=0.0)
-        mu = tl.load(mean + n * C + c, mask=inside, other=0.0)
-        rs = tl.load(rstd + n * C + c, mask=inside, other=0.0)
-        along = tl.zeros([BLOCK], tl.float32)  # Σ dz·x̂
-        plain = tl.zeros([BLOCK], tl.float32)  # Σ dz
+        k = tl.load(rstd + n * C + c, mask=inside, other=0.0)
+        h = -k * tl.load(mean + n * C + c, mask=inside, other=0.0)  # x̂ = k·pre(y) + h
         if PIXELS >= AREA:
             p = tl.arange(0, PIXELS)
-            v = _read(source, p, c, inside, AREA, C)
-            x = _normal(v, mu, rs, PRE)
+            m, slope = _both(_read(source, p, c, inside, AREA, C), PRE)
             d = _read(arriving, p, c, inside, AREA, C)
-            plain = tl.sum(d, 0)
-            along = tl.sum(d * x, 0)
+            plain = tl.sum(d, 0)  # Σ dz
+            along = tl.sum(d * _line(m, k, h), 0)  # Σ dz·x̂
         else:
+            first = tl.zeros([PIXELS, BLOCK], tl.float32)
+            second = tl.zeros([PIXELS, BLOCK], tl.float32)
             for start in range(0, AREA, PIXELS):
                 q = start + tl.arange(0, PIXELS)
-                x1 = _normal(_read(source, q, c, inside, AREA, C), mu, rs, PRE)
+                m1 = _activate(_read(source, q, c, inside, AREA, C), PRE)
                 d1 = _read(arriving, q, c, inside, AREA, C)
-                plain += tl.sum(d1, 0)
-                along += tl.sum(d1 * x1, 0)
+                first += d1
+                second += d1 * _line(m1, k, h)
+            plain = tl.sum(first, 0)
+            along = tl.sum(second, 0)
         tl.store(dgamma + n * C + c, along, mask=inside)
         tl.store(dbeta + n * C + c, plain, mask=inside)
-        s1 = _over_groups(g * plain, BLOCK, SIZE, ONE) / (AREA * SIZE)
-        s2 = _over_groups(g * along, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        s1 = k * _over_groups(g * plain, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        s2 = k * _over_groups(g * along, BLOCK, SIZE, ONE) / (AREA * SIZE)
+        tilt = -s2 * k
+        shift = -s2 * h - s1
         if PIXELS >= AREA:
-            r = g[None, :] * d - s1[None, :] - x * s2[None, :]
-            _write(target, p, c, inside, rs[None, :] * r * _slope(v, PRE), AREA, C)
+            _write(target, p, c, inside, _returned(m, slope, d, g * k, tilt, shift), AREA, C)
         else:
             for start in range(0, AREA, PIXELS):
                 q = start + tl.arange(0, PIXELS)
-                v2 = _read(source, q, c, inside, AREA, C)
-                x2 = _normal(v2, mu, rs, PRE)
+                m2, slope2 = _both(_read(source, q, c, inside, AREA, C), PRE)
                 d2 = _read(arriving, q, c, inside, AREA, C)
-                r2 = g[None, :] * d2 - s1[None, :] - x2 * s2[None, :]
-                _write(target, q, c, inside, rs[None, :] * r2 * _slope(v2, PRE), AREA, C)
+                _write(target, q, c, inside, _returned(m2, slope2, d2, g * k, tilt, shift), AREA, C)
 
 
 def _launch(y: Tensor, spec: NormAct, backward: bool) -> tuple[dict[str, int], int, int]:
