@@ -39,7 +39,8 @@ def gibibytes(name: str, method: str) -> float:
 
 
 @pytest.mark.parametrize(("name", "start"), [
-    ("gpu-eq-resnet9-d4", "D4 Equivariant-ResNet-9 (7, 14, 28) | 8192 × 4"), ("gpu-resnet9", "ResNet-9 (64, 128, 256) | 4096 × 1"),
+    ("gpu-eq-resnet9-d4", "D4 Equivariant-ResNet-9 (7, 14, 28) | 8192 × 4"),
+    ("gpu-eq-resnet9-d4-2048", "the same, twice as much at a time | 8192 × 4"), ("gpu-resnet9", "ResNet-9 (64, 128, 256) | 4096 × 1"),
     ("gpu-wrn-16-4", "WRN-16-4 with weight standardisation | 4096 × 1"),
 ])  # fmt: skip
 def test_private_over_plain(name: str, start: str) -> None:
@@ -54,7 +55,7 @@ def test_private_over_plain(name: str, start: str) -> None:
     assert len(content(name)["methods"]["erlangen"]["ms"]) == asked["repeats"]
 
 
-@pytest.mark.parametrize(("name", "bar"), [("gpu-eq-resnet9-d4", 1.3), ("gpu-resnet9", 1.5), ("gpu-wrn-16-4", 1.5)])
+@pytest.mark.parametrize(("name", "bar"), [("gpu-eq-resnet9-d4", 1.3), ("gpu-eq-resnet9-d4-2048", 1.3), ("gpu-resnet9", 1.5), ("gpu-wrn-16-4", 1.5)])
 def test_bars_of_private_over_plain(name: str, bar: float) -> None:
     assert milliseconds(name, "erlangen") <= bar * milliseconds(name, "plain")
     assert content(name)["arguments"]["compile"] is False, "on neither side"
@@ -145,14 +146,33 @@ def test_what_privacy_costs_beside_the_same_pooling() -> None:
     assert f"privacy costs {first}, {second}, {third} and {fourth} (medians over rounds)" in said
 
 
-def test_the_first_row_again() -> None:
-    plain, private = (milliseconds("gpu-eq-resnet9-d4-again", method) for method in ("plain", "erlangen"))
-    again = content("gpu-eq-resnet9-d4-again")
-    assert {**again["arguments"], "repeats": 7, "graph": None} == {**content("gpu-eq-resnet9-d4")["arguments"], "graph": None}
+@pytest.mark.parametrize(("name", "repeats"), [("before", 7), ("again", 5)])
+def test_the_first_row_before(name: str, repeats: int) -> None:
+    plain, private = (milliseconds(f"gpu-eq-resnet9-d4-{name}", method) for method in ("plain", "erlangen"))
+    before, now = content(f"gpu-eq-resnet9-d4-{name}"), content("gpu-eq-resnet9-d4")
+    same = {"repeats": repeats, "graph": None}
+    assert {**before["arguments"], **same} == {**now["arguments"], **same}
     assert f"{plain:.1f} ms plain, {private:.1f} ms private, {private / plain:.2f}" in page("results/speed.md")
-    assert again["commit"] in page("results/speed.md")
-    first = milliseconds("gpu-eq-resnet9-d4", "erlangen") / milliseconds("gpu-eq-resnet9-d4", "plain")
-    assert f"{first:.2f}× and {private / plain:.2f}× (two days) a plain" in (ROOT / "README.md").read_text()
+    assert before["commit"] in page("results/speed.md")
+
+
+def test_the_readmes_price_of_a_private_step() -> None:
+    plain, private = (milliseconds("gpu-eq-resnet9-d4", method) for method in ("plain", "erlangen"))
+    assert f"takes {private / 1e3:.2f} s, {private / plain:.2f}× a plain" in (ROOT / "README.md").read_text()
+
+
+def test_steps_of_whole_runs() -> None:
+    runs = json.loads((ROOT / "docs/results/cifar-d4-prior.json").read_text())["cells"]["ε=6"]
+    seconds = median(run["seconds"] / run["config"]["steps"] for run in runs)
+    assert {run["config"]["max_physical_batch"] for run in runs} == {2112}
+    assert f"with parts of 2,112 records a step took {seconds:.3f} s" in page("results/speed.md")
+
+
+def test_a_compiled_private_step() -> None:
+    name = "gpu-compile-private-resnet9"
+    said = f"takes {milliseconds(name, 'erlangen'):.1f} ms and {gibibytes(name, 'erlangen'):.1f} GiB"
+    assert said in page("results/speed.md")
+    assert said.partition(" and ")[0] in page("scale.md")
 
 
 def test_runs_side_by_side_on_one_gpu() -> None:
@@ -164,7 +184,8 @@ def test_runs_side_by_side_on_one_gpu() -> None:
 
 def test_a_whole_run_and_its_steps() -> None:
     said = page("results/speed.md")
-    assert f"2160 steps of the first row take {2160 * milliseconds('gpu-eq-resnet9-d4', 'erlangen') / 6e4:.1f} minutes" in said
+    first, second = (2160 * milliseconds(f"gpu-eq-resnet9-d4{part}", "erlangen") / 6e4 for part in ("", "-2048"))
+    assert f"2160 steps of the first row take {first:.1f} minutes, of the second {second:.1f}" in said
     (run,) = json.loads((ROOT / "docs/results/cifar-d4.json").read_text())["cells"]["the paper's 2160 steps, ε 8"]
     assert f"took {run['seconds'] / 60:.1f} minutes on a GPU of its own ({run['seconds']:.0f} s by the run's clock" in said
     assert f"{run['seconds'] / run['config']['steps']:.3f} s a step" in said
@@ -264,13 +285,13 @@ def test_roofline_of_the_d4_network() -> None:
     )
     shares = [1e12 * rates[0] / FLOPS, 1e12 * rates[1] / BYTES]
     assert f"{rates[0]:.0f} TF/s and {rates[1]:.1f} TB/s, {100 * shares[0]:.0f} and {100 * shares[1]:.0f} % of what each" in said
-    part = 1056 * 4 / VIEWS
+    part = 1024 * 4 / VIEWS
     crossing = part * moved / 10 / BYTES
     by_kernels = [
         part * VIEWS * 1e9 * (total - forward) / FLOPS, 5 * crossing,
         part * VIEWS * 1e9 * forward / FLOPS + part * RECORDS * 2 * seen.kernels / BYTES,
     ]  # fmt: skip
-    for took_there, least in zip(("8 ms", "7.2 ms", "4.5 ms"), by_kernels, strict=True):
+    for took_there, least in zip(("7.4 ms", "5.5 ms", "5.7 ms"), by_kernels, strict=True):
         assert f"| {took_there} | {1e3 * least:.1f} ms |" in said
 
 
