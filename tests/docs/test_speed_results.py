@@ -40,7 +40,8 @@ def gibibytes(name: str, method: str) -> float:
 
 @pytest.mark.parametrize(("name", "start"), [
     ("gpu-eq-resnet9-d4", "D4 Equivariant-ResNet-9 (7, 14, 28) | 8192 × 4"),
-    ("gpu-eq-resnet9-d4-2048", "the same, twice as much at a time | 8192 × 4"), ("gpu-resnet9", "ResNet-9 (64, 128, 256) | 4096 × 1"),
+    ("gpu-eq-resnet9-d4-2048", "the same, twice as much at a time | 8192 × 4"),
+    ("gpu-resnet9", "ResNet-9 (64, 128, 256) | 4096 × 1"),
     ("gpu-wrn-16-4", "WRN-16-4 with weight standardisation | 4096 × 1"),
 ])  # fmt: skip
 def test_private_over_plain(name: str, start: str) -> None:
@@ -55,7 +56,9 @@ def test_private_over_plain(name: str, start: str) -> None:
     assert len(content(name)["methods"]["erlangen"]["ms"]) == asked["repeats"]
 
 
-@pytest.mark.parametrize(("name", "bar"), [("gpu-eq-resnet9-d4", 1.3), ("gpu-eq-resnet9-d4-2048", 1.3), ("gpu-resnet9", 1.5), ("gpu-wrn-16-4", 1.5)])
+@pytest.mark.parametrize(("name", "bar"), [
+    ("gpu-eq-resnet9-d4", 1.3), ("gpu-eq-resnet9-d4-2048", 1.3), ("gpu-resnet9", 1.5), ("gpu-wrn-16-4", 1.5),
+])  # fmt: skip
 def test_bars_of_private_over_plain(name: str, bar: float) -> None:
     assert milliseconds(name, "erlangen") <= bar * milliseconds(name, "plain")
     assert content(name)["arguments"]["compile"] is False, "on neither side"

@@ -175,13 +175,38 @@ def test_other_members_other_noise():
     ("change", "what"),
     [
         ({"views": 2}, "views"), ({"optimizer": "adam"}, "optimizer"), ({"secure": True}, "secure"),
-        ({"clipping": "per-layer"}, "flat"), ({"mechanism": "geodp", "mechanism_options": {"form": "angles"}}, "family"),
+        ({"clipping": "adaptive"}, "flat"), ({"mechanism": "geodp", "mechanism_options": {"form": "angles"}}, "family"),
         ({"selective": True}, "selective"), ({"sampling": "importance"}, "sampling"), ({"warm_up": 3}, "warm_up"),
     ],
 )  # fmt: skip
 def test_what_an_ensemble_cannot_do_is_refused(change, what):
     with pytest.raises(ConfigError, match=what):
         Ensemble([dataclasses.replace(CONFIG, **change)], toy())
+
+
+def test_members_that_clip_other_layers_together_are_refused():
+    """Every tensor by itself, and (as published) the weight and the bias of a layer together."""
+    base = dataclasses.replace(CONFIG, model="cnn", model_options={"width": 8}, clipping="per-layer")
+    other = dataclasses.replace(base, mechanism="gredp", mechanism_options={"as_published": "complex"})
+    with pytest.raises(ConfigError, match="same layers"):
+        Ensemble([base, other], toy())
+
+
+@pytest.mark.parametrize("change", [{}, {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}])
+def test_no_record_moves_a_layer_by_more_than_the_layer_s_bound(change):
+    base = dataclasses.replace(CONFIG, model="cnn", model_options={"width": 8}, clipping="per-layer", max_grad_norm=0.3, **change)
+    data = toy()
+    data.x_train[0] = 1e4
+    for record in (0, 1):
+        ensemble = Ensemble([base], data, draws=[lambda n, r=record: [np.array([r])] * n], rows=2)
+        ensemble._load(np.array([[[record, -1]]], dtype=np.int32))
+        ensemble._accumulate()
+        moved = ensemble.stack.split(ensemble.total[0].double())
+        rule = ensemble.mechanisms[0].clipping
+        groups = rule.groups(list(moved))
+        norms = [math.sqrt(sum(float(moved[n].square().sum()) for n in group)) for group in groups]
+        assert all(norm <= bound for norm, bound in zip(norms, rule.each(len(groups)), strict=True))
+        assert max(n / b for n, b in zip(norms, rule.each(len(groups)), strict=True)) > 0.99, "something is clipped"
 
 
 def test_members_that_differ_in_shape_are_refused():
@@ -201,6 +226,16 @@ FAMILIES = {
     "gredp": [{"mechanism": "gredp"}, {"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}],
     "auto-s": [{"clipping": "auto-s"}, {"clipping": "auto-s", "max_grad_norm": 0.2, "mechanism": "rep"}],
     "psac": [{"clipping": "psac"}],
+    "per-layer": [
+        {"clipping": "per-layer"}, {"clipping": "per-layer", "max_grad_norm": 0.2, "mechanism": "rep"},
+        {"clipping": "per-layer", "mechanism": "spectral", "mechanism_options": {"ratio": 0.4}},
+        {"clipping": "per-layer", "mechanism": "gredp"},
+    ],
+    "per-layer as published": [
+        {"clipping": "per-layer", "mechanism": "spectral", "mechanism_options": {"ratio": 0.4, "as_published": True}},
+        *({"clipping": "per-layer", "mechanism": "gredp", "max_grad_norm": bound, "mechanism_options": {"as_published": reading}}
+          for reading, bound in (("complex", 0.5), ("real", 0.1), ("per-sample", 0.3))),
+    ],
     "direction": [
         {"mechanism": "geodp"}, {"mechanism": "geodp", "mechanism_options": {"form": "shrink"}},
         {"mechanism": "geodp", "mechanism_options": {"magnitude": "scaled"}, "max_grad_norm": 0.05},
@@ -222,6 +257,12 @@ def test_without_noise_every_family_is_its_session(family):
     [
         ({"mechanism": "gredp", "mechanism_options": {"as_published": "complex"}}, math.sqrt(0.5)),
         ({"mechanism": "spectral", "mechanism_options": {"ratio": 0.4}}, None),
+        ({"mechanism": "gredp", "mechanism_options": {"as_published": "real"}}, None),
+        ({"mechanism": "gredp", "mechanism_options": {"as_published": "complex", "split": (0.8, 0.6)}}, None),
+        *(({"clipping": "per-layer", "mechanism": "gredp", "mechanism_options": {"as_published": reading}}, None)
+          for reading in ("complex", "real", "per-sample")),
+        ({"clipping": "per-layer", "mechanism": "spectral", "mechanism_options": {"ratio": 0.4, "as_published": True}}, None),
+        ({"clipping": "per-layer"}, None),
         ({"mechanism": "geodp"}, None),
     ],
 )
@@ -236,7 +277,7 @@ def test_the_noise_of_a_family_is_that_of_its_mechanism(change, factor):
     name = next(n for n, s in ensemble.stack.shapes.items() if len(s) == 4)
     moves = []
     for _ in range(1500):
-        if change["mechanism"] == "geodp":  # the query before post-processing
+        if change.get("mechanism") == "geodp":  # the query before post-processing
             moves.append(
                 ensemble.family.noise(ensemble.total, ensemble.generator)[0] * ensemble.family.direction_std[0]
             )

@@ -28,10 +28,11 @@ from erlangen.mechanisms import (
     PublishedGReDP,
     Shrink,
 )
-from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat
-from erlangen.mechanisms.frequency import GUARD, hartley
+from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat, PerLayer
+from erlangen.mechanisms.frequency import GUARD, hartley, parity
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
+from erlangen.mechanisms.published import Layerwise
 from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError
 from erlangen.training.stacked_rows import Filter, Rows, norms
@@ -41,46 +42,65 @@ if TYPE_CHECKING:
 
 
 class StackedRelease(ABC):
-    """What the members release. ``state`` are the tensors that change from step to step."""
+    """What the members release. ``state`` are the tensors that change from step to step; ``groups`` the parameters that are
+    clipped together, all of them but where a family knows ``per_layer`` clipping."""
+
+    per_layer = False
 
     def __init__(self, mechanisms: Sequence[Mechanism], stack: Stack) -> None:
         self.mechanisms, self.stack = list(mechanisms), stack
         self.state: dict[str, Tensor] = {}
         rules = [m.clipping for m in mechanisms]  # type: ignore[attr-defined]
-        if len({type(rule) for rule in rules}) > 1 or not isinstance(rules[0], (Flat, AutoS, PSAC)):
+        known = (Flat, AutoS, PSAC, *((PerLayer,) if self.per_layer else ()))
+        groups = [rule.groups(list(stack.shapes)) for rule in rules]
+        if (
+            len({type(rule) for rule in rules}) > 1
+            or not isinstance(rules[0], known)
+            or any(g != groups[0] for g in groups)
+        ):
             raise ConfigError(
-                "the members of an ensemble clip alike: all flat, all auto-s or all psac; else use Session"
+                "the members of an ensemble clip alike: all flat, all auto-s, all psac, or (iso, rep, spectral and gredp) all the "
+                "same layers; else use Session"
             )
         self.rule: ClippingRule = rules[0]
-        self.bound = self.column([rule.safe_bound(stack.flat) for rule in rules])
+        self.groups: list[list[str]] = groups[0]
+        count = len(self.groups)
+        each = [rule.each(count) if isinstance(rule, PerLayer) else [rule.bound] for rule in rules]
+        safe = [[rule.safe_bound(stack.flat, bound) for bound in own] for rule, own in zip(rules, each, strict=True)]
+        #: of every group, [E, 1]
+        self.bounds = [self.column(values) for values in zip(*safe, strict=True)]
         self.metric = torch.ones_like(stack.flat)
 
     def column(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=self.stack.flat.dtype, device=self.stack.flat.device)[:, None]
 
-    def weights(self, norms: Tensor) -> Tensor:
-        """The clipping rule on norms [E, P]."""
+    def weights(self, norms: Tensor, bound: Tensor) -> Tensor:
+        """The clipping rule on norms [E, P] of what is clipped together."""
         if isinstance(self.rule, AutoS):
-            return self.bound / (norms + self.rule.gamma)
+            return bound / (norms + self.rule.gamma)
         if isinstance(self.rule, PSAC):
-            return self.bound / (norms + self.rule.r / (norms + self.rule.r))
-        return (self.bound / norms).clamp(max=1.0)
+            return bound / (norms + self.rule.r / (norms + self.rule.r))
+        return (bound / norms).clamp(max=1.0)
 
-    def norms(self, gradients: Mapping[str, Rows]) -> Tensor:
-        """[E, P]"""
-        return norms([rows.energy() for rows in gradients.values()], self.bound.dtype)
+    def energies(self, gradients: Mapping[str, Rows]) -> dict[str, Tensor]:
+        """Squared norms of every parameter's rows, [E, P]."""
+        return {name: rows.energy() for name, rows in gradients.items()}
 
     def add(self, gradients: Mapping[str, Rows], present: Tensor, total: Tensor) -> None:
         """Rows that are ``present`` [E, P]; one that is not finite contributes exactly zero, and is not read."""
-        found = self.norms(gradients)
-        drop = ~(present & torch.isfinite(found))
-        weights = self.row_weights(found, drop).masked_fill(drop, 0.0)
+        energies = self.energies(gradients)
+        here = lambda group: [name for name in group if name in gradients]  # noqa: E731
+        groups = [(group, bound) for group, bound in zip(map(here, self.groups), self.bounds, strict=True) if group]
+        found = [norms([energies[name] for name in group], bound.dtype) for group, bound in groups]
+        drop = ~(present & torch.isfinite(torch.stack(found)).all(0))
         parts = self.stack.split(total)
-        for name, rows in gradients.items():
-            parts[name].add_(rows.weighted_sum(weights))
+        for (group, bound), norm in zip(groups, found, strict=True):
+            weights = self.row_weights(norm, drop, bound).masked_fill(drop, 0.0)
+            for name in group:
+                parts[name].add_(gradients[name].weighted_sum(weights))
 
-    def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
-        return self.weights(norms)
+    def row_weights(self, norms: Tensor, drop: Tensor, bound: Tensor) -> Tensor:
+        return self.weights(norms, bound)
 
     def forget(self) -> None:
         """What was added up besides ``total`` and not released yet."""
@@ -94,7 +114,13 @@ class StackedRelease(ABC):
 
 
 class StackedGaussian(StackedRelease):
-    """Identity, diagonal and Fourier geometries, and GReDP's complex noise with one clip (white, σC/√2)."""
+    """Identity, diagonal and Fourier geometries, and GReDP and Spectral-DP as published.
+
+    Noise is white before geometry, of its own scale in every layer, but for GReDP's noise with unlike parts a and b: with Π the
+    parity of a kernel's places and z white, ½(a + b)·z + ½(a − b)·Πz has variance a² on even sequences and b² on odd ones.
+    """
+
+    per_layer = True
 
     def __init__(self, mechanisms: Sequence[GaussianMechanism], stack: Stack) -> None:
         super().__init__(mechanisms, stack)
@@ -102,7 +128,9 @@ class StackedGaussian(StackedRelease):
         metrics = [m.geometry.m if isinstance(m.geometry, Diagonal) else ones for m in mechanisms]
         self.metric = torch.stack([stack.vector(m) for m in metrics])
         self.plain = not any(isinstance(m.geometry, Diagonal) for m in mechanisms)
-        self.std = self.column([_white_std(m) for m in mechanisms]) * self.metric
+        white, turned = zip(*(_scales(m, stack) for m in mechanisms))
+        self.std, self.turned_std = torch.stack(white) * self.metric, torch.stack(turned)
+        self.turn = _parity(mechanisms, stack) if bool(self.turned_std.any()) else None
         self.filters: dict[str, Filter] = {}
         self.frames: dict[str, Tensor] = {}
         if not all(_unfiltered(m) for m in mechanisms):
@@ -122,17 +150,20 @@ class StackedGaussian(StackedRelease):
                 if any(k is not None for k in seen):
                     self.filters[name] = _guarded(seen, size, self.stack.flat)
 
-    def norms(self, gradients: Mapping[str, Rows]) -> Tensor:
+    def energies(self, gradients: Mapping[str, Rows]) -> dict[str, Tensor]:
         metrics = {} if self.plain else self.stack.split(self.metric)
         energy = lambda name, rows: (  # noqa: E731
             rows.filtered_energy(self.filters[name], metrics.get(name))
             if name in self.filters
             else rows.energy(metrics.get(name))
         )
-        return norms([energy(name, rows) for name, rows in gradients.items()], self.bound.dtype)
+        return {name: energy(name, rows) for name, rows in gradients.items()}
 
     def release(self, total: Tensor, batch: float, generator: torch.Generator) -> Tensor:
-        noisy = total.addcmul_(self.noise(total, generator), self.std)
+        z = self.noise(total, generator)
+        noisy = total.addcmul_(z, self.std)
+        if self.turn is not None:
+            noisy = noisy.addcmul_(z.index_select(1, self.turn), self.turned_std)
         with exact_float32():
             for name, project in self.frames.items():
                 part = self.stack.split(noisy)[name]
@@ -140,12 +171,30 @@ class StackedGaussian(StackedRelease):
         return noisy.div_(batch)
 
 
-def _white_std(mechanism: GaussianMechanism) -> float:
-    """The noise of every coordinate of the sum before geometry."""
-    if isinstance(mechanism, PublishedGReDP):
-        a, b = mechanism.split
-        return mechanism.std * math.sqrt((a * a + b * b) * mechanism.repeats / 2)
-    return mechanism.std
+def _scales(mechanism: GaussianMechanism, stack: Stack) -> tuple[Tensor, Tensor]:
+    """The noise of every coordinate of the sum before geometry, [d]: what multiplies z, and what multiplies Πz."""
+    layer = {n: mechanism.layer_std(n) if isinstance(mechanism, Layerwise) else mechanism.std for n in stack.shapes}
+    ones = stack.vector({n: torch.full(shape, layer[n]) for n, shape in stack.shapes.items()})
+    if not isinstance(mechanism, PublishedGReDP):
+        return ones, torch.zeros_like(ones)
+    (a, b), often = mechanism.split, math.sqrt(mechanism.repeats)
+    return ones * (often * (a + b) / 2), ones * (often * (a - b) / 2)
+
+
+def _parity(mechanisms: Sequence[GaussianMechanism], stack: Stack) -> Tensor:
+    """Where the negative of each place of each kernel lies in ``flat``, [d]."""
+    uneven = [m for m in mechanisms if isinstance(m, PublishedGReDP) and m.split[0] != m.split[1]]
+    dims = [m.geometry.dims for m in uneven if isinstance(m.geometry, Fourier)]
+    if any(d != dims[0] for d in dims):
+        raise ConfigError(
+            "members whose noise is not white are transformed over the same axes; train others with Session"
+        )
+    place, parts = 0, []
+    for name, shape in stack.shapes.items():
+        places = torch.arange(place, place + shape.numel()).view(shape)
+        parts.append(parity(places, dims[0][name]).flatten())
+        place += shape.numel()
+    return torch.cat(parts).to(stack.flat.device)
 
 
 def _unfiltered(mechanism: GaussianMechanism) -> bool:
@@ -192,8 +241,8 @@ class StackedDirection(StackedRelease):
         self.unit = mechanisms[0].clipping.safe_bound(flat, 1.0)
         self.state = {"magnitude": torch.zeros_like(flat[:, :1]), "reference": torch.zeros_like(flat)}
 
-    def row_weights(self, norms: Tensor, drop: Tensor) -> Tensor:
-        reported = torch.minimum(self.weights(norms).nan_to_num(0.0, 0.0, 0.0) * norms, self.limit)
+    def row_weights(self, norms: Tensor, drop: Tensor, bound: Tensor) -> Tensor:
+        reported = torch.minimum(self.weights(norms, bound).nan_to_num(0.0, 0.0, 0.0) * norms, self.limit)
         self.state["magnitude"].add_(torch.where(drop, 0.0, reported).sum(1, keepdim=True))
         return torch.where(norms > SHORTEST, self.unit / norms, 0.0)
 
@@ -257,8 +306,6 @@ def stacked_release(mechanisms: Sequence[Mechanism], stack: Stack) -> StackedRel
 def _stackable(mechanism: Mechanism) -> bool:
     if isinstance(mechanism, Direction):
         return type(mechanism) in (Direction, Shrink)
-    if isinstance(mechanism, PublishedGReDP) and mechanism.split[0] != mechanism.split[1]:
-        return False
     if not isinstance(mechanism, GaussianMechanism) or type(mechanism.geometry) not in (Geometry, Diagonal, Fourier):
         return False
     return _unfiltered(mechanism) or _on_last_axes(mechanism.geometry)  # type: ignore[arg-type]
