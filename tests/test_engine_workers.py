@@ -200,6 +200,38 @@ def test_processes_that_come_to_clip_or_draw_differently_are_stopped_before_the_
         assert "the draw that a batch is a part of is 1 on the first worker" in draw
 
 
+def set_back(workers: Workers, folder: str, secure: bool) -> list[float]:
+    """The first process looks at a batch before all of them load a checkpoint: the most that a record adds to each sum."""
+    model = nn.Linear(40, 1, bias=False)
+    optimizer, engine = torch.optim.SGD(model.parameters(), 1.0), erlangen.PrivacyEngine(secure=secure)
+    loader = DataLoader(TensorDataset(torch.eye(40)), batch_size=10)  # each record has a coordinate of its own
+    _, _, private = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=1.0, loss_reduction="sum"
+    )
+    engine.save_checkpoint(path=f"{folder}/0")
+    torch.distributed.barrier()
+    if workers.first:
+        next(iter(private))
+    engine.load_checkpoint(path=f"{folder}/0")
+    most = []
+    for (x,) in private:
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        most.append(float((20 * (before - model.weight.detach())).max()))
+    return most
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_checkpoint_does_not_hide_that_one_process_has_drawn_ahead(tmp_path, secure):
+    """It sets the number of the draw to the same place everywhere, but not what is drawn there: a record in both parts would count
+    twice behind the noise of one bound."""
+    for said in together(2, set_back, str(tmp_path), secure, failing=True):
+        assert isinstance(said, (ValueError, LostWorker)), said
+        assert "the mark of who is in a draw" in str(said)
+
+
 def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="torchrun"):
         joint.unwrapped(DataParallel(nn.Linear(2, 2)))

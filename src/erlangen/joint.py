@@ -62,16 +62,17 @@ def release(training: PrivateTraining) -> Private:
 _ALIKE = (
     ("clipping bound", "change it on all alike"), ("expected batch", "change it on all alike"),
     ("draw that a batch is a part of", "look at batches of the private loader, leave and begin loops over it on all workers alike"),
+    ("mark of who is in a draw", "load checkpoints before anybody looks at batches of the private loader, or after all have alike"),
 )  # fmt: skip
 
 
 def alike(training: PrivateTraining) -> Callable[[], None]:
-    """Collective: what each worker clipped at, and which draw of which expected size its records are a part of. The result
-    raises on the first worker if they are not all the same: before the noise, which is made for its own bound and its own
-    rate alone. Parts of two draws may hold the same record twice."""
+    """Collective: what each worker clipped at, and which draw of whom, of which expected size, its records are a part of. The
+    result raises on the first worker if they are not all the same: before the noise, which is made for its own bound and its
+    own rate alone. Parts of two draws may hold the same record twice."""
     mechanism = training.mechanism
     bound = getattr(mechanism, "clipped_at", None) or getattr(mechanism, "clipping", mechanism).sensitivity
-    own = torch.tensor([bound, training.drawn, training.draw], dtype=torch.float64)
+    own = torch.tensor([bound, training.drawn, *training.draw], dtype=torch.float64)
     count, total, squares = training.workers.add_up([torch.ones(1, dtype=torch.float64), own, own.square()])
 
     def check() -> None:

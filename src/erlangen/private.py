@@ -22,6 +22,7 @@ from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms import Mechanism
 from erlangen.sampling import PrivateLoader, Sampler
+from erlangen.sampling.samplers import Draw
 from erlangen.sampling.tickets import Pass, Tickets
 from erlangen.workers import Workers
 
@@ -85,7 +86,7 @@ class PrivateTraining:
         #: the expected batch at which the loader drew the batch in hand
         self._drawn: float | None = None
         #: which draw of the sampler that batch is; None where it was announced by hand
-        self._draw: int | None = None
+        self._draw: Draw | None = None
         #: whether who announces by hand draws by `sampler`; otherwise nobody knows how, and nothing is amplified
         self.own_draws = False
         self._by_hand = False
@@ -267,9 +268,9 @@ class PrivateTraining:
         return self.sampler.expected_batch if self._drawn is None else self._drawn
 
     @property
-    def draw(self) -> int:
+    def draw(self) -> Draw:
         """Which of the sampler's draws the batch in hand is; all workers divide the same one."""
-        return self.sampler.step if self._draw is None else self._draw
+        return self.sampler.last if self._draw is None else self._draw
 
     def step_event(self, sigma: float, expected_batch: float | None = None) -> DpEvent:
         """Everything that one step releases at noise multiplier σ, amplification included."""

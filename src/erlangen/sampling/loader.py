@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import default_collate
 
 from erlangen.gradients.rows import RowMap
 from erlangen.sampling.records import layout_of, require_layout
-from erlangen.sampling.samplers import Sampler
+from erlangen.sampling.samplers import Draw, Sampler
 from erlangen.sampling.tickets import Pass
 from erlangen.sampling.units import Units
 from erlangen.streams import seed_layers
@@ -40,13 +40,14 @@ class _Batches:
 
     def __init__(self, sampler: Sampler, units: Units, limit: int | None, workers: Workers) -> None:
         self.sampler, self.units, self.limit, self.workers = sampler, units, limit, workers
-        self.coming: deque[tuple[RowMap, bool, bool, float, int]] = deque()
+        self.coming: deque[tuple[RowMap, bool, bool, float, Draw]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         coming = self.coming
         for _ in range(self.sampler.steps_per_epoch):
-            expected, draw = self.sampler.expected_batch, self.sampler.step
+            expected = self.sampler.expected_batch
             parts = self.units.share(self.sampler.draw(), self.limit, self.workers).parts
+            draw = self.sampler.last  # loaders draw ahead
             for k, (rows, owner) in enumerate(parts):
                 owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
                 coming.append((owners, k == 0, k == len(parts) - 1, expected, draw))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from erlangen.workers import Workers
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+
+class Draw(NamedTuple):
+    """Which of a sampler's draws a batch is, and, where workers divide it, a number of 24 bits made of who is in it: after a
+    run was set back two draws may have the same place, and a record can be in both."""
+
+    step: int
+    mark: int = 0
 
 
 class Sampler(ABC):
@@ -43,6 +52,7 @@ class Sampler(ABC):
         self.step = 0
         #: steps below this one were drawn from the stream in hand
         self._drawn = 0
+        self.last, self._divided = Draw(0), False
         self._stream = Stream("sampling", seed, run_id)
         self._words: Callable[[int], Tensor] = secure_words
 
@@ -54,7 +64,7 @@ class Sampler(ABC):
         if not workers.alone:
             key = workers.tell(os.urandom(32))
             self._stream, self._words = self._stream.sharing(key.hex()), SharedWords(key)
-            self.step = workers.decide(lambda: self.step)
+            self.step, self._divided = workers.decide(lambda: self.step), True
 
     @property
     def seeded(self) -> bool:
@@ -83,6 +93,7 @@ class Sampler(ABC):
         if self.step < self._drawn:
             self._stream = self._stream.renewed()
         batch = self._draw(self.step)
+        self.last = Draw(self.step, _mark(batch) if self._divided else 0)
         self.step += 1
         self._drawn = self.step
         return batch
@@ -108,6 +119,10 @@ class Sampler(ABC):
             "sample_rate": self.sample_rate,
             "secure": self.secure,
         }
+
+
+def _mark(batch: Tensor) -> int:
+    return int.from_bytes(hashlib.sha256(batch.numpy().tobytes()).digest()[:3], "little")
 
 
 _SAMPLERS: dict[str, type[Sampler]] = {}

@@ -10,6 +10,8 @@ import warnings
 
 import torch
 
+from erlangen.sampling.samplers import Draw
+
 _GIVEN_UP = (
     "a batch went through the module and was given up before its step, in a loop that goes on. If what it held decided that (a "
     "loss that is not finite, or too large), a step that was not taken says so, and no ε covers it: step on every batch. A record "
@@ -45,7 +47,7 @@ class Pass:
         #: the sampler's expected batch when the batch in hand was drawn: loaders draw ahead, and it may have moved since
         self.expected_batch: float | None = None
         #: which of the sampler's draws that batch is a part of
-        self.draw: int | None = None
+        self.draw: Draw | None = None
         #: of the generators when that batch was handed out; None where the training is seeded
         self.seed: int | None = None
 
