@@ -418,6 +418,24 @@ def test_timeouts_are_numbers(monkeypatch):
     assert distributed._timeout() == 7.5
 
 
+def test_variables_that_no_torchrun_has_set_are_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun"), distributed.joined():
+        pass
+
+
+def test_a_rank_without_a_world_trains_by_itself(tmp_path):
+    env = {**os.environ, "RANK": "1"}
+    env.pop("WORLD_SIZE", None)
+    command = [sys.executable, "-m", "erlangen", "train", "--model", "logistic", "--steps", "1", "--out", str(tmp_path / "r")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "r" / "certificate.json").is_file()
+
+
 @pytest.mark.slow
 def test_torchrun_trains_from_the_command_line(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "erlangen", "train"]

@@ -80,7 +80,8 @@ def train(
 
     torchrun --nproc-per-node 4 -m erlangen train … shares the work among four processes.
     """
-    if int(os.environ.get("RANK", "0")):  # one of torchrun's other processes
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # a RANK alone is not torchrun's
+    if several and int(os.environ.get("RANK", "0")):  # one of its other processes
         from erlangen.training.distributed import assist
 
         assist()

@@ -69,6 +69,7 @@ def joined() -> Iterator[Workers]:
     ``ERLANGEN_TIMEOUT`` is the number of seconds without an answer after which a worker counts as lost.
     """
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _require_rendezvous()
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if devices:
             torch.cuda.set_device(local_rank() % devices)
@@ -82,6 +83,17 @@ def joined() -> Iterator[Workers]:
             dist.destroy_process_group()
     else:
         yield Workers.current()
+
+
+def _require_rendezvous() -> None:
+    """Where the processes meet, as torchrun tells them."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        count = os.environ["WORLD_SIZE"]
+        raise ConfigError(
+            f"WORLD_SIZE is {count}, but {', '.join(missing)} is not set, so that the processes cannot meet: start them with "
+            f"torchrun --nproc-per-node {count} -m erlangen train …, or unset WORLD_SIZE to train in one"
+        )
 
 
 def _timeout() -> float:
