@@ -5,13 +5,14 @@
 
 Only ratios of one run are compared (private step / plain step, private memory / plain memory): they do not depend much on
 whose machine it is. A fresh figure is compared with the stored one of the same benchmark, model, batch and device, with the best
-where there are several. A side that failed is a loss.
+where there are several. A side that failed is a loss, and so is a ratio that is stored and was not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Comparison:
 
     def failed(self, allowed: float) -> bool:
         """Whether more than ``allowed`` of the stored figure is lost; its bar is another matter."""
-        return self.loss is not None and self.loss > allowed
+        return math.isnan(self.fresh) or (self.loss is not None and self.loss > allowed)
 
     def line(self, allowed: float) -> str:
         stored = "none stored" if self.stored is None else f"{self.stored:.3f}"
@@ -83,12 +84,13 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(result: dict[str, Any], folder: Path = RESULTS) -> list[Comparison]:
-    before, told = stored_like(result, folder), settings(result)
+    before, fresh, told = stored_like(result, folder), ratios(result), settings(result)
     name = f"{told['benchmark']} {told['model']}, batch {told['batch']}"
     bar = BARS.get(str(told["model"])) if told["benchmark"] == "step" else None
     return [
-        Comparison(f"{name}: {kind}", before.get(kind), value, bar if kind == "time" else None)
-        for kind, value in ratios(result).items()
+        Comparison(f"{name}: {kind}", before.get(kind), fresh.get(kind, math.nan), bar if kind == "time" else None)
+        for kind in ("time", "memory")
+        if kind in fresh or kind in before
     ]
 
 

@@ -42,6 +42,16 @@ def test_a_loss_of_more_than_fifteen_percent_fails(tmp_path, factor, memory, cod
     assert ("LOSS" in done.stdout) == bool(code)
 
 
+@pytest.mark.parametrize("missing", ["ratio", "peak_mb"])
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_figure_that_was_not_measured_is_a_loss(tmp_path, missing, value):
+    fresh = changed(1.0)
+    fresh["methods"]["erlangen"][missing] = value
+    done = guard(tmp_path, fresh)
+    assert done.returncode == 1, done.stdout
+    assert "LOSS" in done.stdout
+
+
 def test_one_bad_file_among_good_ones_fails(tmp_path):
     assert guard(tmp_path, changed(1.0), changed(1.5)).returncode == 1
 
