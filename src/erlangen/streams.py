@@ -67,6 +67,21 @@ class Stream:
         return _filled(generator, words[8:]) if device.type == "cpu" else generator
 
 
+class Once:
+    """A stream's generators, step by step. Those of a step that comes again, because its run was set back or broken off, are
+    others, unless they are seeded: what is drawn for a row depends on how many are before it. If the same numbers met two
+    batches, one record more in one of them would change which rows of the other all that follow have theirs in common with."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self._next = stream, 0
+
+    def at(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
+        if step < self._next:
+            self.stream = self.stream.renewed()
+        self._next = step + 1
+        return self.stream.at(step, device)
+
+
 def _read(purpose: str, seed: int | None, run_id: str, rank: int, entropy: str | None, shared: bool) -> Stream:
     return Stream(purpose, seed, run_id, rank, secrets.token_hex(16) if entropy is None else entropy, shared)
 

@@ -67,6 +67,38 @@ def test_a_seeded_session_that_is_set_back_does_the_same_again():
 
 
 @pytest.mark.parametrize("seed", [None, 5])
+def test_augmentation_and_masks_are_drawn_once_unless_they_are_seeded(seed):
+    """By position: the same again for another batch, and one record more would move what all that follow have in common."""
+    session = Session(dataclasses.replace(CONFIG, seed=seed, views=4, augment="shift"), toy())
+    drawn, plain = [], session.backward
+
+    def noted(records, labels, moves, owner):
+        drawn.append((moves[:20].clone(), torch.initial_seed()))
+        return plain(records, labels, moves, owner)
+
+    session.backward = noted
+    state = copy.deepcopy(session.state_dict())
+    for _ in range(3):
+        session.load_state_dict(state)
+        session.step()
+    for k in (1, 2):
+        assert torch.equal(drawn[0][0], drawn[k][0]) == (seed is not None)
+        assert (drawn[0][1] == drawn[k][1]) == (seed is not None)
+    assert torch.equal(drawn[1][0], drawn[2][0]) == (seed is not None)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_masks_of_an_ensemble_are_drawn_once_unless_they_are_seeded(seed, monkeypatch):
+    runs, seeds = ensemble(seed=seed), []
+    monkeypatch.setattr("erlangen.training.ensemble.seed_layers", seeds.append)
+    start = copy.deepcopy(runs.state_dict())
+    for _ in range(2):
+        runs.load_state_dict(start)
+        runs.run(1)
+    assert (seeds[0] == seeds[1]) == (seed is not None)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
 def test_batches_are_drawn_once_unless_they_are_seeded(seed):
     sampler, rule = PoissonSampler(200, 50, seed), ImportanceSampling(0.25, 1.0, seed=seed)
     draws = (sampler.draw, lambda: rule.draw(torch.ones(200))[0])

@@ -30,7 +30,7 @@ from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, 
 from erlangen.models import make_model
 from erlangen.prepare import refuse_module
 from erlangen.sampling import PoissonSampler
-from erlangen.streams import Stream, seed_layers
+from erlangen.streams import Once, Stream, seed_layers
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.folder import refuse_own_weights
@@ -156,7 +156,7 @@ class Ensemble:
         members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
         self.seeded = all(c.seed is not None for c in self.configs)
         self._noise = Stream(f"noise|{members}", 0 if self.seeded else None)
-        self._layers = Stream(f"layers|{members}", 0 if self.seeded else None)
+        self._layers = Once(Stream(f"layers|{members}", 0 if self.seeded else None))
         self.generator, self._drawn_from = self._noise.at(0, self.device), self._noise.root
 
     # -- one step -------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from erlangen.sampling import Units
 from erlangen.sampling.physical import fitting_rows, static_rows
 from erlangen.sharded import record_gathered
 from erlangen.spelling import hint
-from erlangen.streams import Stream, seed_layers
+from erlangen.streams import Once, Stream, seed_layers
 from erlangen.training.adam_bc import optimizers
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
@@ -136,8 +136,8 @@ class Session:
         #: what a step starts from: images and the model, or features of its frozen trunk and the rest of it
         self.inputs, self.forward = (self.x, self.model) if frozen is None else (frozen.features, frozen.tail)
         self.importance = Importance(self, self.sampler) if isinstance(self.sampler, ImportanceSampler) else None
-        self._augmentation = Stream("augmentation", config.seed, run_id)
-        self._layers = Stream("layers", config.seed, run_id, self.workers.rank)
+        self._augmentation = Once(Stream("augmentation", config.seed, run_id))
+        self._layers = Once(Stream("layers", config.seed, run_id, self.workers.rank))
         self.step_count = 0
         self.graph = PartGraph(self) if config.graph or config.compile else None
         #: statistics of private records outside any mechanism: empty unless asked for, and listed in the result
