@@ -132,7 +132,21 @@ DIFFERENT = {
     "data": lambda rank: ({"seed": 0}, {"poisson_sampling": rank == 0}),
     "split": lambda rank: ({"seed": 0}, {}),
     "order": lambda rank: ({"seed": 0}, {}),
+    "files": lambda rank: ({"seed": 0}, {}),
 }  # fmt: skip
+
+
+class Files(Dataset):
+    """Lists its records in an order of its own, as data sets do that shuffle their files."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, dict]:
+        return torch.full((3,), float(self.places[place])) + 0.01 * torch.rand(3), {"name": str(self.places[place])}
 
 
 def started(workers: Workers) -> dict[str, str]:
@@ -144,6 +158,8 @@ def started(workers: Workers) -> dict[str, str]:
         if name in ("split", "order"):
             places = torch.randperm(8, generator=torch.Generator().manual_seed(workers.rank))
             records = Subset(records, places.tolist()) if name == "split" else TensorDataset(records[:][0][places])
+        if name == "files":
+            records = Files(torch.randperm(8, generator=torch.Generator().manual_seed(workers.rank)).tolist())
         loader = DataLoader(records, batch_size=2)
         options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
         try:
@@ -162,6 +178,23 @@ def test_processes_that_draw_clip_or_group_differently_are_refused():
     for said in together(2, started):
         assert set(said) == set(DIFFERENT)
         assert all("not started alike" in text for text in said.values())
+
+
+def listed_alike(workers: Workers) -> int:
+    """Random transforms, and transforms from generators of their own, are no other order."""
+    own = torch.Generator().manual_seed(workers.rank)
+    drawn = type("Drawn", (Files,), {"__getitem__": lambda self, k: (torch.rand(3, generator=own), {})})
+    for records in (Files(list(range(8))), drawn(list(range(8)))):
+        model, loader = nn.Linear(3, 1), DataLoader(records, batch_size=2)
+        erlangen.PrivacyEngine().make_private(
+            module=model, optimizer=sgd(model), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+    return workers.rank
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_records_that_are_augmented_at_random_are_not_taken_for_others():
+    assert together(2, listed_alike) == [0, 1]
 
 
 def moved(workers: Workers) -> list[str]:

@@ -26,12 +26,17 @@ from erlangen.private import PrivateTraining
 from erlangen.probe import Form, fitting, forms
 from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
 from erlangen.sampling.loader import refuse_iterable
-from erlangen.sampling.records import digest_of, fetched, refuse_mixing, refuse_repeats, refuse_sampler, seeded
+from erlangen.sampling.records import (
+    LOOKED_AT,
+    digest_of,
+    fetched,
+    refuse_mixing,
+    refuse_repeats,
+    refuse_sampler,
+    seeded,
+)
 from erlangen.sampling.units import unit_labels
 from erlangen.workers import Workers
-
-#: records whose shapes are looked at before training
-LOOKED_AT = 16
 
 
 def prepare(
@@ -76,7 +81,7 @@ def prepare(
         _refuse_own_parameters(criterion, parameters)
         built.use_criterion(criterion)
     built.bind(parameters, sampler.expected_batch)
-    joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset)
+    joint.require_alike(workers, built, sampler, units, f"{seed} {run_id}", dataset, check)
     tape = Tape(parameters, loss_reduction, strategy, batch_first)
     tape.ignore(p for p in module.parameters() if p.requires_grad and id(p) not in {id(q) for q in parameters.values()})
     tape.metric, tape.private_sizes = built.metric, poisson_sampling or units.grouped  # a unit may have any number of rows

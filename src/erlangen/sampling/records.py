@@ -81,6 +81,8 @@ def require_layout(dataset: Any, before: Any) -> None:
 
 # -- how records become a batch -------------------------------------------------------------------------------------------
 
+#: records that are looked at before training
+LOOKED_AT = 16
 #: how often chance is asked whether it mixes: mixup is often left out, or mixes next to nothing
 SEEDS = 8
 
