@@ -66,6 +66,7 @@ CASES = [
     (True, {"noise_multiplier": 1.0, "clipping": "adaptive", "unit": [k // 3 for k in range(N)]}),
     (False, {"noise_multiplier": 1.0, "mechanism": "geodp"}),
     (False, {"poisson_sampling": False}),
+    (False, {"noise_multiplier": 1.0, "denoiser": lambda gradient, variances: dict(reversed(list(gradient.items())))}),
 ]
 
 

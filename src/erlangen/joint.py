@@ -55,7 +55,7 @@ def release(training: PrivateTraining) -> Private:
     else:
         private = _followed(training, news)
     gradient, variances = private
-    names = list(gradient)
+    names = list(training.tape.parameters)  # a denoiser may return them in another order
     flat = [gradient[n] for n in names] + ([variances[n] for n in names] if variances is not None else [])
     sent = workers.send(flat)
     variances = None if variances is None else dict(zip(names, sent[len(names) :], strict=True))
