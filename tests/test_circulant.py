@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -203,6 +204,20 @@ def test_skipping_one_name_of_a_layer_leaves_it():
     assert type(model.a) is nn.Linear
     assert model.a is model.b
     assert isinstance(model.head, CirculantLinear)
+
+
+def test_what_was_frozen_stays_frozen():
+    """Public layers that fine-tuning leaves alone are neither trained nor noised after conversion, there and back."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained == ["2.bias", "3.weight", "3.bias"]
+    for fresh in (False, True):
+        twin = make_circulant(copy.deepcopy(model), 2, fresh=fresh)
+        assert [name for name, p in twin.named_parameters() if p.requires_grad] == trained
+        back = nn.Sequential(twin[0].to_dense(), twin[1], twin[2].to_dense(), twin[3].to_dense())
+        assert [name for name, p in back.named_parameters() if p.requires_grad] == trained
 
 
 def test_tied_parameters_are_refused_by_name():

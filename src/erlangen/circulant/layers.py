@@ -164,12 +164,14 @@ def grouped(x: Tensor, kernels: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _filled(new: Any, weight: Tensor, old: Any) -> Any:
-    """``new`` with this weight and the old layer's bias, on its device and in its precision."""
+    """``new`` with this weight and the old layer's bias, on its device and in its precision; what was frozen stays frozen."""
     with torch.no_grad():
         new.to(old.weight.device, old.weight.dtype)
         new.weight.copy_(weight)
         if old.bias is not None:
             new.bias.copy_(old.bias)
+    for name, parameter in old.named_parameters(recurse=False):
+        getattr(new, name).requires_grad_(parameter.requires_grad)
     return new
 
 
