@@ -304,6 +304,17 @@ def test_long_vectors_are_summed_as_if_every_angle_were_clipped(scale):
     assert float(want.norm(dim=1).max()) <= mechanism.angle_sensitivity
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scalar_parameter_is_one_coordinate(form):
+    """A learnt temperature has shape (): it is released as the vector of one entry would be."""
+    g = gradients()
+    scalar, vector = ({**g, "t": g["b"][:, :1].reshape(6, *shape)} for shape in ((), (1,)))
+    ours, theirs = (build("geodp", 0.0, Flat(2.0), form=form).release(each, 6.0) for each in (scalar, vector))
+    assert ours["t"].shape == ()
+    for name in theirs:
+        assert torch.equal(ours[name].reshape(-1), theirs[name].reshape(-1))
+
+
 @pytest.mark.parametrize(("d", "beta"), [(2, 0.1), (5, 0.1), (6, 0.7)])
 def test_the_noise_on_the_angles_has_the_stated_covariance(d, beta):
     """From what is released: every angle alike, independent, and none without noise (the smallest eigenvalue)."""

@@ -282,7 +282,7 @@ class Angles(Direction):
             raise ValueError(
                 f"angles need every parameter's gradient; {sorted(set(self.shapes) - set(names))} had none"
             )
-        each = [gradients.directions(name).flatten(1) for name in names]
+        each = [gradients.directions(name).reshape(gradients.owners, -1) for name in names]  # a scalar has one column
         limit = self.clipping.safe_bound(self._angles, self.beta * math.pi / 2)
         counts, last = has_direction.to(self._angles), slice(-1, None)
         present = counts.sum()
