@@ -82,7 +82,8 @@ class PrivateTraining:
         self._last, self._pending, self._tickets = True, False, Tickets()
         #: whether the announced batch is in the mechanism's sum already: a recorded part adds it without the tape
         self.summed = False
-        self._event: tuple[tuple[float, float, int, bool], DpEvent] | None = None
+        #: the event of the last release that was written down
+        self.charged: DpEvent | None = None
         #: the expected batch at which the loader drew the batch in hand
         self._drawn: float | None = None
         #: which draw of the sampler that batch is; None where it was announced by hand
@@ -115,7 +116,7 @@ class PrivateTraining:
         """
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
-            self._pending, self._event = False, None  # noise may be made for the batch of this moment from here on
+            self._pending = False
         backward = self.tape.complete
         self._tickets.draw(source, self.tape.next_batch(), backward)
         self.tape.logical += first
@@ -208,6 +209,7 @@ class PrivateTraining:
             )
             self._planned = None
         self.accountant.record(event, protected=self.protected)
+        self.charged = event
         for told in self.before_release:
             told(event)
 
@@ -254,13 +256,10 @@ class PrivateTraining:
             parameter.grad = None
 
     def event(self) -> DpEvent:
-        """One step's event at the σ of this moment and the rate at which the batch in hand was drawn (that of this moment if
-        there is none): a schedule of either is accounted as it goes."""
-        sigma = self.mechanism.noise_multiplier
-        now = (sigma, self.drawn, len(self.extras), self._by_hand)
-        if self._event is None or self._event[0] != now:
-            self._event = (now, self.step_event(sigma, self.drawn))
-        return self._event[1]
+        """One step's event as mechanism, companions and sampler are at this moment, at the rate at which the batch in hand was
+        drawn (that of this moment if there is none). It is asked anew each time: whatever is moved between two steps is accounted
+        as it goes."""
+        return self.step_event(self.mechanism.noise_multiplier, self.drawn)
 
     @property
     def drawn(self) -> float:
@@ -316,7 +315,6 @@ class PrivateTraining:
         """Settle σ before the first step."""
         self.mechanism.noise_multiplier = sigma
         self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
-        self._event = None
 
     def remove(self) -> None:
         if hasattr(self.tape, "detach"):

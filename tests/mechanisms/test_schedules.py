@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from erlangen.accounting import gaussian
 from erlangen.gradients.tape import PerSampleGradients
 from erlangen.lipschitz import BackwardClip
 from erlangen.mechanisms import Fourier, GaussianMechanism, make_mechanism
@@ -14,6 +15,7 @@ from erlangen.mechanisms.base import Context
 from erlangen.mechanisms.clipping import Flat, PerLayer
 from erlangen.mechanisms.noise import StreamNoise
 from erlangen.mechanisms.published import Layerwise, PublishedGReDP
+from tests.engines import loop, private
 from tests.mechanisms.lipschitz_runs import mechanism, network
 from tests.processes import together
 
@@ -112,6 +114,18 @@ def test_clipless_noise_follows_the_thresholds_of_the_network():
         built.accumulate(record)
     with pytest.raises(RuntimeError, match="between steps only"):
         built.finish(1.0)
+
+
+@pytest.mark.parametrize("split", [(1.0, 0.0), (0.6, 0.8)])
+def test_whatever_is_moved_between_two_steps_is_accounted_as_it_is(split):
+    """Not σ alone: with a = 1, b = 0 the odd part is bare from that step on, and no ε of before covers it."""
+    engine, *training = private(mechanism="gredp", mechanism_options={"as_published": "complex"})
+    loop(*training)
+    engine.training.mechanism.split = split
+    loop(*training)
+    (before, _), (after, _) = engine.accountant.history
+    assert (before.event, after.event) == (gaussian(math.sqrt(0.5)), gaussian(min(split)))
+    assert math.isinf(engine.get_epsilon(1e-5)) == (min(split) == 0)
 
 
 # -- several workers ----------------------------------------------------------------------------------------------------

@@ -68,15 +68,20 @@ def test_a_decision_that_nobody_pays_for_is_refused():
     """The broken twin: a judge whose event was left out of the step's."""
     one = session(selective=True)
     one.training.extras.clear()
-    one.training._event = None
     with pytest.raises(RuntimeError, match="does not pay for"):
         one.step()
 
 
 def test_a_judge_with_other_noise_than_was_charged_is_refused():
     one = session(selective=True, selective_options={"noise_ratio": 3.0})
-    one.training.event()
-    one.judge.ratio = 1.0  # after the step's event was fixed
+    one.judge.ratio = 2.0  # before the step is charged: it is charged like this
+    one.step()
+    assert one.training.charged.events[1].event == gaussian(2.0 * one.training.mechanism.noise_multiplier)
+
+    def less(_):
+        one.judge.ratio = one.judge.selective.noise_multiplier = 1.0
+
+    one.training.before_release.append(less)  # after
     with pytest.raises(RuntimeError, match="does not pay for"):
         one.step()
 

@@ -135,8 +135,8 @@ class Judge:
         return self.selective.event(self.ratio * sigma)
 
     def _charged(self, event: DpEvent) -> None:
-        """A decision that the step's event does not contain is refused: it would be free."""
-        if event not in getattr(self.session.training.event(), "events", [])[1:]:  # the first is the gradient's
+        """A decision that the event charged for this step does not contain is refused: it would be free."""
+        if event not in getattr(self.session.training.charged, "events", [])[1:]:  # the first is the gradient's
             raise RuntimeError("a selective update was to be decided that the step's event does not pay for")
 
     def step(self) -> None:
