@@ -243,6 +243,7 @@ def test_options_are_checked():
         ({"as_published": True, "beta": 0.1, "form": "shrink"}, "no option"),
         ({"form": "angles", "beta": 1.5}, r"\(0, 1\]"),
         ({"magnitude_multiplier": 1.0}, "above 1"),
+        ({"magnitude_multiplier": math.inf}, "finite number above 1"),
         ({"magnitude": "none"}, "magnitude is"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -71,10 +71,10 @@ class Direction(Mechanism):
                 f"geodp has one direction and one magnitude: clipping {type(self.clipping).__name__} does not fit; use "
                 "'flat', 'auto-s' or 'psac'"
             )
-        if not magnitude_multiplier > 1:
+        if not 1 < magnitude_multiplier < math.inf:
             raise ValueError(
                 f"magnitude_multiplier is {magnitude_multiplier}; σ_mag = magnitude_multiplier·σ must leave noise for "
-                "the direction: give a number above 1"
+                "the direction and a magnitude to release: give a finite number above 1"
             )
         if magnitude not in MAGNITUDES:
             raise ValueError(f"magnitude is {magnitude!r}; choose one of {', '.join(MAGNITUDES)}")
