@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
 
 if TYPE_CHECKING:
+    from erlangen.training.ensemble import Ensemble
     from erlangen.training.session import Session
 
 
@@ -131,11 +132,15 @@ class Tables(Bench[Trial]):
         configs = [shortened(t.config(self.options.device), steps) for t in trials]
         if phase == "tuning" and task.tuning_steps and not steps:
             configs = [replace(c, steps=task.tuning_steps) for c in configs]
+        looks: list[list[Row]] = []
         ensemble = self.together(
-            configs, dataset(str(task.common["data"]), phase, bool(steps)), run_ids=[t.pair for t in trials],
-            rows=None if steps else task.rows, precision=getattr(torch, task.precision) if task.precision else None,
+            configs, dataset(str(task.common["data"]), phase, bool(steps)), partial(watched, looks, task.looks),
+            run_ids=[t.pair for t in trials], rows=None if steps else task.rows,
+            precision=getattr(torch, task.precision) if task.precision else None,
         )  # fmt: skip
-        return ensemble.evaluate()
+        if not looks:
+            return ensemble.evaluate()
+        return [{**seen[-1], "curve": seen} for seen in zip(*looks, strict=True)]
 
     def run_alone(self, phase: str, trials: list[Trial]) -> None:
         """One after another on this device. A method that fails does not keep the others from running."""
@@ -242,6 +247,16 @@ class Tables(Bench[Trial]):
         show(self.results.content)
         if self.failed:
             raise SystemExit("\n".join(f"{method} failed: {why}" for method, why in self.failed.items()))
+
+
+def watched(looks: list[list[Row]], count: int, ensemble: Ensemble) -> None:
+    """Train to the end, with ``count`` looks at the test set at equal distances; one is nobody's business until then."""
+    looks.clear()
+    steps = ensemble.config.steps
+    for k in range(count if count > 1 else 0):
+        ensemble.run(steps * (k + 1) // count - ensemble.step_count)
+        looks.append([{"step": ensemble.step_count, **scores} for scores in ensemble.evaluate()])
+    ensemble.run()
 
 
 def same(trial: Trial) -> str:

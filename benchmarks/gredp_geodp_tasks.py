@@ -57,6 +57,8 @@ class Task:
     tuning_steps: int | None = None
     #: the task whose methods these are ``like``; runs of a seed start from its weights
     base: str | None = None
+    #: looks at the test set on the way, for a curve; nothing is decided by them
+    looks: int = 1
 
     def grid(self, method: str) -> list[Pick]:
         scale, tried = self.methods[method].scale, self.methods[method].tried
@@ -172,8 +174,8 @@ BATCH: tuple[Pick, ...] = ((1.0, 1.0, 0.9),)
 
 
 def layered(column: Task) -> Task:
-    """Spectral-DP and GReDP to the letter, with the noise of their claim; not tuned, one run after another."""
-    methods = {name: Method(name, {**options, "clipping": "per-layer"}, alone=True) for name, options in LAYERED.items()}
+    """Spectral-DP and GReDP to the letter, with the noise of their claim; not tuned."""
+    methods = {name: Method("layers", {**options, "clipping": "per-layer"}) for name, options in LAYERED.items()}
     return replace(
         column, name=f"{column.name}-layers", settings={"claimed": column.settings["claimed"]}, methods=methods, lengths=(),
         bounds=(), momenta=(), picks=BATCH, tuning_steps=None,
@@ -217,10 +219,20 @@ RATES = tuple((lr * 10, 1.0, 0.9) for lr in (0.001, 0.01, 0.025, 0.05, 0.1))
 TABLE_3 = ablation("gredp-table3", LENET, levels(SIGMAS, "ε"), bounds(1.0))
 FIGURE_4 = ablation("gredp-fig4", LENET, levels(BATCH_SIGMAS, "B", batch=int, steps=lambda b: round(600_000 / b)), BATCH)
 FIGURE_RATES = ablation("gredp-fig5", LENET, levels({2.0: SIGMAS[2.0]}, "ε"), RATES)
-#: on CIFAR-10 at the step lengths that Table 1's trials chose for DP-SGD
-CIFAR_ABLATIONS = tuple(
+#: on CIFAR-10 the step lengths that Table 1's trials chose for DP-SGD
+CIFAR_LENGTHS = {"model3": 1.0, "resnet20": 3.0, "alexnet": 1.0}
+
+
+def dynamics(model: str, length: float) -> Task:
+    """Figure 3, middle and right: accuracy along training at ε = 2. Table 3 takes over what ends there."""
+    picks = ((length, 1.0, 0.9),)
+    task = ablation(f"gredp-fig3-{model}", on_cifar(model), levels({2.0: CIFAR_SIGMAS[2.0]}, "ε"), picks, looks=15, **CIFAR[model])
+    return replace(task, methods={**task.methods, "AUTO-S": Method("auto-s", {"clipping": "auto-s"}, ("ε=2 true",))})
+
+
+CIFAR_ABLATIONS = tuple(dynamics(model, length) for model, length in CIFAR_LENGTHS.items()) + tuple(
     ablation(f"gredp-{name}-{model}", on_cifar(model), settings, picks, **CIFAR[model])
-    for model, length in {"model3": 1.0, "resnet20": 3.0, "alexnet": 1.0}.items()
+    for model, length in CIFAR_LENGTHS.items()
     for name, settings, picks in (
         ("table3", levels(CIFAR_SIGMAS, "ε"), bounds(length)),
         ("fig4", levels(CIFAR_BATCH_SIGMAS, "B", batch=int, steps=lambda b: round(1_500_000 / b)), BATCH),

@@ -196,12 +196,14 @@ class Bench(ABC, Generic[T]):
         rows = [{**trial.given, **score} for trial, score in zip(trials, scores, strict=True)]
         self.results.keep(phase, rows, torch=torch.__version__, device=self.where())
 
-    def together(self, configs: list[TrainConfig], data: Dataset, **options: Any) -> Ensemble:
-        """A trained ensemble: by replayed CUDA graphs, and once a capture has failed by single launches."""
+    def together(
+        self, configs: list[TrainConfig], data: Dataset, run: Callable[[Ensemble], None] = Ensemble.run, **options: Any
+    ) -> Ensemble:
+        """A trained ensemble (``run`` trains it): by replayed CUDA graphs, and once a capture has failed by single launches."""
         while True:
             ensemble = Ensemble(configs, data, graph=self.graph, **options)
             try:
-                ensemble.run()
+                run(ensemble)
                 if ensemble.device.type == "cuda":
                     torch.cuda.synchronize()  # what failed on the device is known here
                 return ensemble

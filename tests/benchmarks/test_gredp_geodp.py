@@ -359,3 +359,40 @@ def test_rows_that_are_not_tuned_are_those_of_the_preset(task, method, table, ce
         assert getattr(config, name) == getattr(theirs, name), name
     assert math.isclose(config.lr, theirs.lr)
     assert (config.noise_multiplier == 0) == (theirs.noise_multiplier == 0)
+
+
+def test_what_clips_each_layer_trains_together(tmp_path, data, capsys):
+    bench.Tables(options(tmp_path, tasks=["gredp-table1-layers"], seeds=2)).main()
+    assert "runs gredp-table1-layers layers: 8 runs" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert {row["key"][1] for row in rows} == set(tasks.LAYERED)
+
+
+def test_looks_on_the_way_change_nothing_and_end_at_the_end(tmp_path, data, monkeypatch):
+    """Figure 3: the curve is that of the run that a table without looks has."""
+    quiet = options(tmp_path, tasks=["gredp-fig5"], seeds=1, steps=5, methods=["DP-SGD"], resume=False)
+    bench.Tables(quiet).main()
+    plain = json.loads((tmp_path / "out.json").read_text())["runs"]
+    monkeypatch.setitem(bench.TASKS, "gredp-fig5", dataclasses.replace(tasks.TASKS["gredp-fig5"], looks=3))
+    bench.Tables(quiet).main()
+    for row, before in zip(json.loads((tmp_path / "out.json").read_text())["runs"], plain, strict=True):
+        assert [look["step"] for look in row["curve"]] == [1, 3, 5]
+        assert row["test_accuracy"] == row["curve"][-1]["test_accuracy"]
+        assert row["test_loss"] == before["test_loss"]
+        assert len({look["test_loss"] for look in row["curve"]}) == 3
+
+
+@pytest.mark.parametrize("model", tasks.CIFAR_LENGTHS)
+def test_table_3_takes_over_the_end_of_figure_3(model):
+    figure, table = tasks.TASKS[f"gredp-fig3-{model}"], tasks.TASKS[f"gredp-table3-{model}"]
+    ends = {
+        bench.same(bench.Trial(task.name, method, setting, *pick, 0))
+        for task in (figure,) for method in task.methods for setting in task.where(method, tuple(task.settings))
+        for pick in task.fixed(method)
+    }  # fmt: skip
+    theirs = {
+        bench.same(bench.Trial(table.name, method, setting, *pick, 0))
+        for method in table.methods for setting in table.where(method, tuple(table.settings)) for pick in table.fixed(method)
+    }  # fmt: skip
+    assert len(ends) == 5
+    assert len(ends & theirs) == 4, "all but AUTO-S"
