@@ -231,6 +231,14 @@ def test_start_up_is_quick():
     subprocess.run([sys.executable, "-c", loaded], check=True)
 
 
+def test_what_trains_or_releases_is_not_done_by_every_process():
+    for words in (["tan", "--set", "batch=64"], ["validate", "nowhere"], ["compare"], ["reproduce", "rep-table1"]):
+        env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
+        done = subprocess.run([sys.executable, "-m", "erlangen", *words], capture_output=True, text=True, env=env, timeout=120)
+        assert done.returncode == 2
+        assert f"WORLD_SIZE is 2, and {words[0]} is for one process" in done.stderr
+
+
 @pytest.mark.parametrize(("words", "code", "said"), [(["--version"], 0, "erlangen 0."), (["nosuch"], 2, "nosuch")])
 def test_a_worker_ends_without_tearing_the_interpreter_down(words, code, said):
     """Threads of a process group may still live then, and would abort a process whose run is over."""

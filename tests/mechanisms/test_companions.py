@@ -40,6 +40,11 @@ def test_decisions_follow_the_clipped_mean():
     assert not judge.decide(torch.zeros(0), torch.zeros(0))  # an empty sample says nothing
 
 
+def test_a_threshold_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="threshold is NaN"):
+        selective(1.0, threshold=math.nan)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -1e38, 0.1])
 def test_no_record_moves_the_sum_by_more_than_the_bound(value):
     """Neighbouring samples through the real code, the noise being the same seeded draw."""

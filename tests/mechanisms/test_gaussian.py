@@ -339,3 +339,10 @@ def test_the_bound_may_move_between_steps_only():
         mechanism.accumulate(PerSampleGradients.from_dense(gradients))
     with pytest.raises(RuntimeError, match="between steps only"):
         mechanism.finish(2.0)
+
+
+@pytest.mark.parametrize(("rule", "name"), [(AutoS, "gamma"), (PSAC, "r")])
+def test_constants_that_make_every_weight_zero_are_refused(rule, name):
+    for value in (math.inf, math.nan, 0.0):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            rule(1.0, value)

@@ -84,6 +84,28 @@ def test_real_noise_releases_the_odd_part_exactly(shape):
     assert "odd part" in mechanism.describe()["guarantee"]
 
 
+def test_imaginary_noise_releases_the_even_part_exactly():
+    """And the reason says which part, also where the split was moved by hand."""
+    g = torch.randn(1, 2, 3, 5, dtype=torch.float64)
+    g = g / g.norm()
+    mechanism = build("gredp", 100.0, Flat(1.0), as_published="complex")
+    mechanism.split = (0.0, 1.0)
+    released = mechanism.release({"k": g})["k"]
+    even = lambda x: (x + parity(x, (-1,))) / 2  # noqa: E731
+    torch.testing.assert_close(even(released), even(g[0]), rtol=1e-9, atol=1e-10)
+    assert epsilon(mechanism.event(), 1e-5) == math.inf
+    assert "even part" in mechanism.describe()["guarantee"]
+
+
+@pytest.mark.parametrize(("reading", "said"), [
+    ("complex", "0.707107·σC on real and 0.707107·σC on imaginary parts, once per batch"),
+    ("real", "1·σC on real and 0·σC on imaginary parts, once per batch"),
+    ("per-sample", "imaginary parts, for each sample of the expected batch"),
+])  # fmt: skip
+def test_a_certificate_says_which_noise_the_spectrum_had(reading, said):
+    assert said in build("gredp", 1.0, Flat(1.0), as_published=reading).describe()["spectrum_noise"]
+
+
 def test_events_are_what_the_smallest_eigenvalue_says():
     """Multiplier = smallest noise / sensitivity, jointly over the layers, for every reading."""
     layers = {f"{name}.weight": torch.zeros(2, 1, 3, 3) for name in "abc"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 import erlangen
@@ -22,7 +24,10 @@ from erlangen.cli import (
     ui,
     validate,
 )
-from erlangen.cli.manners import Polite
+from erlangen.cli.manners import Misuse, Polite
+
+#: commands that train or release: every one of several processes would do it for itself
+ALONE = ("reproduce", "validate", "compare", "tan")
 
 app = typer.Typer(
     name="erlangen",
@@ -43,11 +48,18 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
     plugin: list[str] = typer.Option(
         [], help="A Python file or module that registers mechanisms, layers or networks of your own; may stand after the command."
     ),
 ) -> None:
+    count, command = os.environ.get("WORLD_SIZE", "1"), context.invoked_subcommand
+    if command in ALONE and count != "1":
+        raise Misuse(
+            f"WORLD_SIZE is {count}, and {command} is for one process: each would do all of it, and spend privacy, for itself. "
+            "Start it without torchrun, which shares the work of erlangen train alone, or unset WORLD_SIZE"
+        )
     plugins.add(plugin)
     plugins.load()
 

@@ -75,6 +75,8 @@ class SelectiveUpdate:
             raise ValueError(f"bound is {bound}; the clip of a loss difference must be positive and finite")
         if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
             raise ValueError(f"noise_multiplier is {noise_multiplier}; σ must be a finite number ≥ 0 (0: ε = ∞)")
+        if math.isnan(threshold):
+            raise ValueError("threshold is NaN, below which nothing lies: no update would ever be kept; give a number, 0 say")
         self.noise_multiplier, self.bound, self.threshold, self.record = noise_multiplier, bound, threshold, record
         self.sampler = PoissonSampler(units, expected_batch, seed, f"{run_id}/selective", secure)
         self.noise: NoiseSource = SecureNoise() if secure else StreamNoise(seed, run_id, purpose="selective")

@@ -24,10 +24,13 @@ from erlangen.mechanisms.noise import NoiseSource
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-ODD_PART = (
-    "GReDP with real noise on the spectrum (its Eq. 11) adds an even sequence to every kernel or circulant row: the "
-    "odd part of the gradient is released without any noise"
-)
+#: by the part of the spectrum that has noise
+BARE = {
+    "real": "GReDP with real noise on the spectrum (its Eq. 11) adds an even sequence to every kernel or circulant row: the "
+    "odd part of the gradient is released without any noise",
+    "imaginary": "GReDP with imaginary noise on the spectrum adds an odd sequence to every kernel or circulant row: the even "
+    "part of the gradient, and with it every bias, is released without any noise",
+}
 
 
 class Layerwise(GaussianMechanism):
@@ -127,7 +130,11 @@ class PublishedGReDP(Layerwise):
             raise ValueError(f"split is {split}; the paper's Theorem 2 needs a, b ≥ 0 with a² + b² = 1")
         super().__init__(noise_multiplier, clipping, geometry, noise, "gredp")
         self.split, self.per_sample = (float(a), float(b)), per_sample
-        self.unsound = ODD_PART if min(a, b) == 0 else None
+
+    @property
+    def unsound(self) -> str | None:  # type: ignore[override]
+        a, b = self.split
+        return None if min(a, b) > 0 else BARE["imaginary" if a == 0 else "real"]
 
     @property
     def repeats(self) -> float:
@@ -157,6 +164,11 @@ class PublishedGReDP(Layerwise):
         a2, b2 = (s * s for s in self.split)
         scale = self.layer_std(name) ** 2 * self.repeats / 2
         return scale * ((a2 + b2) * units + (a2 - b2) * flipped)
+
+    def describe(self) -> dict[str, Any]:
+        a, b = (f"{s:.6g}" for s in self.split)
+        drawn = "for each sample of the expected batch" if self.per_sample else "once per batch"
+        return {**super().describe(), "spectrum_noise": f"{a}·σC on real and {b}·σC on imaginary parts, {drawn}"}
 
     def covariance_words(self) -> str:
         a2, b2 = (s * s * self.repeats for s in self.split)

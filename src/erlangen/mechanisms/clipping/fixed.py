@@ -82,8 +82,8 @@ class AutoS(ClippingRule):
 
     def __init__(self, bound: float, gamma: float = 0.01) -> None:
         super().__init__(bound)
-        if not gamma > 0:
-            raise ValueError(f"gamma is {gamma}; AUTO-S needs γ > 0")
+        if not 0 < gamma < math.inf:
+            raise ValueError(f"gamma is {gamma}; AUTO-S needs a finite γ > 0")
         require_measurable("gamma", gamma)
         self.gamma = gamma
 
@@ -97,8 +97,8 @@ class PSAC(ClippingRule):
 
     def __init__(self, bound: float, r: float = 0.1) -> None:
         super().__init__(bound)
-        if not r > 0:
-            raise ValueError(f"r is {r}; PSAC needs r > 0")
+        if not 0 < r < math.inf:
+            raise ValueError(f"r is {r}; PSAC needs a finite r > 0")
         require_measurable("r", r)
         self.r = r
 
