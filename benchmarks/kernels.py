@@ -100,7 +100,8 @@ LARGER = (
 )
 GRADIENTS = (
     tuned.Gradient(True, 128, 128, 32, 8, 4), tuned.Gradient(True, 128, 64, 32, 4, 4),
-    tuned.Gradient(False, 128, 128, 64, 8, 3), tuned.Gradient(True, 64, 64, 64, 4, 4),
+    tuned.Gradient(False, 128, 128, 64, 8, 3), tuned.Gradient(True, 64, 64, 64, 4, 4), tuned.Gradient(True, 128, 64, 32, 8, 4),
+    tuned.Gradient(True, 128, 64, 64, 8, 3),
 )  # fmt: skip
 NORMS = (
     tuned.Norms(64, 4, 3), tuned.Norms(128, 2, 3), tuned.Norms(128, 1, 3), tuned.Norms(64, 8, 3), tuned.Norms(128, 4, 3),
