@@ -197,13 +197,13 @@ class Bench(ABC, Generic[T]):
         self.results.keep(phase, rows, torch=torch.__version__, device=self.where())
 
     def together(
-        self, configs: list[TrainConfig], data: Dataset, run: Callable[[Ensemble], None] = Ensemble.run, **options: Any
+        self, configs: list[TrainConfig], data: Dataset, run: Callable[[Ensemble], None] | None = None, **options: Any
     ) -> Ensemble:
-        """A trained ensemble (``run`` trains it): by replayed CUDA graphs, and once a capture has failed by single launches."""
+        """A trained ensemble (``run`` may say how): by replayed CUDA graphs, and once a capture has failed by single launches."""
         while True:
             ensemble = Ensemble(configs, data, graph=self.graph, **options)
             try:
-                run(ensemble)
+                (Ensemble.run if run is None else run)(ensemble)
                 if ensemble.device.type == "cuda":
                     torch.cuda.synchronize()  # what failed on the device is known here
                 return ensemble

@@ -64,7 +64,15 @@ def distances(a: Ensemble, b: Ensemble) -> Tensor:
     # the rest is linear: with the same noise, releases differ by what the geometry lets through
     generator = lambda: torch.Generator().manual_seed(0)  # noqa: E731
     one, two = (e.family.release(e.total.clone(), 1.0, generator()).double() for e in (a, b))
-    return ((one - two) / a.family.std).square().sum(1).sqrt()  # type: ignore[attr-defined]
+    return whitened(a.family, one - two).square().sum(1).sqrt()
+
+
+def whitened(family: Any, x: Tensor) -> Tensor:
+    """x [E, d] in units of the noise: of its own scale on even and odd sequences where it is not white."""
+    if family.turn is None:
+        return x / family.std
+    turned = x.index_select(1, family.turn)
+    return (x + turned) / (2 * (family.std + family.turned_std)) + (x - turned) / (2 * (family.std - family.turned_std))
 
 
 @single_threaded
@@ -117,7 +125,7 @@ def silent(options: Mapping[str, Any]) -> dict[str, float]:
         r = float(x @ y / (x.norm() * y.norm()).clamp(min=1e-30))
         p[label] = float(2 * stats.norm.sf(abs(r) * math.sqrt(x.numel())))
     if not isinstance(ensemble.family, StackedDirection) and not ensemble.family.frames:  # type: ignore[attr-defined]
-        released = torch.stack(steps) / ensemble.family.std  # type: ignore[attr-defined]
+        released = torch.stack([whitened(ensemble.family, step) for step in steps])
         q = float(stats.chi2.cdf(float(released.square().sum()), released.numel()))
         p["less noise is released than stated"] = 2 * min(q, 1 - q)
     return p
