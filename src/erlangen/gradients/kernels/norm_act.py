@@ -98,11 +98,13 @@ if HAS_TRITON:
 
     @triton.jit
     def _activate(x, KIND: tl.constexpr):
-        return _both(x, KIND)[0]
+        r, _ = _both(x, KIND)
+        return r
 
     @triton.jit
     def _slope(x, KIND: tl.constexpr):
-        return _both(x, KIND)[1]
+        _, s = _both(x, KIND)
+        return s
 
     @triton.jit
     def _over_groups(s, BLOCK: tl.constexpr, SIZE: tl.constexpr, ONE: tl.constexpr):
