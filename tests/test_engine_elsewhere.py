@@ -40,6 +40,15 @@ def private(module: nn.Module, trained: nn.Module, x: Tensor, y: Tensor, **optio
     )  # fmt: skip
 
 
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, epochs: int = 1) -> None:
+    """By an ordinary loop."""
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("private_first", [True, False])
 def test_a_second_optimizer_gets_no_gradient_without_noise(private_first):
     """The label of one record moved the table by 1.7 bounds without any noise, at ε = 0.34."""
@@ -78,3 +87,30 @@ def test_a_loss_that_learns_is_refused():
     with pytest.raises(ValueError, match=r"Centres has parameters of its own \(centres\).*requires_grad_\(False\)"):
         private(module, module, x, y, criterion=criterion)
     private(module, module, x, y, criterion=criterion.requires_grad_(False))
+
+
+@pytest.mark.parametrize("rest", ["private", "frozen", "new"])
+def test_a_layer_that_is_put_into_the_module_later_is_not_trained_without_noise(rest):
+    """A new head beside the private optimizer, or on frozen layers, or in an optimizer of all: each moved by raw gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+    _, optimizer, loader = private(model, model, x, y)
+    trained(model, optimizer, loader)
+    if rest == "frozen":
+        model.requires_grad_(False)
+    model[2] = nn.Linear(8, 3)
+    second = torch.optim.SGD((model if rest == "new" else model[2]).parameters(), 1.0)
+    before = model[2].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"'2\.weight' was put into the module.*make_private again"):
+        trained(model, second, loader)
+    assert torch.equal(before, model[2].weight)
+
+
+def test_a_frozen_layer_may_be_put_into_the_module():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+    _, optimizer, loader = private(model, model, x, y)
+    model.insert(1, nn.Linear(8, 8).requires_grad_(False))
+    trained(model, optimizer, loader)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from erlangen import joint
+from erlangen import joint, sharded
 from erlangen.accounting import Accountant, Protected, sequence
 from erlangen.accounting import noise_multiplier as calibrated
 from erlangen.gradients.attach import attach, detach
@@ -52,6 +52,11 @@ _TRAINED_ELSEWHERE = (
     "another optimizer trains {name!r}, a parameter of this module that the private one does not hold, with gradients that nothing "
     "clips and no noise covers: they reached it outside its layer (F.linear(x, layer.weight), a tied table). Give all parameters "
     "that train to one optimizer, in groups, before make_private"
+)
+_NEW_LAYER = (
+    "{name!r} was put into the module since it was made private (a new head, an adapter): nothing clips its gradients, and whoever "
+    "trains it adds no noise. Call engine.remove(), build an optimizer of the parameters that train, and make_private again; or "
+    "freeze it (requires_grad_(False))"
 )
 
 
@@ -103,6 +108,8 @@ class PrivateTraining:
         own = {id(p) for p in self.tape.parameters.values()}
         self._others = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in own}
         self._versions: dict[str, int] = {}
+        #: all parameters that were there when layers began to record, held: no other one can have the number of one that left
+        self._there: dict[int, nn.Parameter] = {}
         #: gradients from before would be mistaken for those of the first backward pass
         self._looked = any(p.grad is not None for p in self.tape.parameters.values())
 
@@ -114,6 +121,8 @@ class PrivateTraining:
         ``source`` is the loader's pass it was drawn in. Batches announced by hand have none, and cost what a release costs that
         everybody is in: how they were chosen is not known here.
         """
+        if source is not None and first:
+            self._require_own_layers()
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
             self._pending = False
@@ -243,6 +252,14 @@ class PrivateTraining:
                 "which parameters train."
             )
 
+    def _require_own_layers(self) -> None:
+        """What a batch is about to meet is recorded, all of it, and stepped privately."""
+        if not self._there:  # removed, or sharded
+            return
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in self._there:
+                raise RuntimeError(_NEW_LAYER.format(name=name))
+
     def _drop_gradients_of_others(self) -> None:
         """Layers leave none; what reached them elsewhere is nobody's to use, and whoever has used it is found by what moved."""
         for name, p in self._others.items():
@@ -317,6 +334,7 @@ class PrivateTraining:
         self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
 
     def remove(self) -> None:
+        self._there = {}
         if hasattr(self.tape, "detach"):
             self.tape.detach(self.module)
         detach(self.module)
@@ -336,6 +354,8 @@ class PrivateTraining:
             self.tape.attach(self.module)
         else:
             attach(self.module, self.tape)
+        if not sharded.is_sharded(self.module):  # gathered parameters are others
+            self._there = {id(p): p for p in self.module.parameters()}
         optimizer, training = self.optimizer, self
         self._shadowed: dict[str, Any] = {
             n: optimizer.__dict__[n] for n in _INSTALLED if n in optimizer.__dict__
