@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,3 +118,56 @@ def test_a_frozen_layer_may_be_put_into_the_module():
     _, optimizer, loader = private(model, model, x, y)
     model.insert(1, nn.Linear(8, 8).requires_grad_(False))
     trained(model, optimizer, loader)
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(6, 3), torch.randn(40, 6), torch.randint(0, 3, (40,))
+
+
+def test_a_copied_training_is_not_trained_without_noise():
+    """Copies of engine, module, optimizer and loader took raw steps, and the copied engine went on telling the old ε."""
+    model, x, y = small()
+    engine, optimizer = erlangen.PrivacyEngine(), torch.optim.SGD(model.parameters(), 1.0)
+    made = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=20),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    trained(*made)
+    for _, module, stepped, loader in (copy.deepcopy((engine, *made)), (engine, *copy.deepcopy(made))):
+        before = module.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=r"are copies.*nothing would be clipped, noised or accounted.*make_private"):
+            trained(module, stepped, loader)
+        assert torch.equal(before, module.weight)
+    trained(*made)  # as if nobody had copied them
+    assert engine.accountant.steps == 4
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "loaded"])
+def test_a_copy_that_is_trained_on_the_private_loader_is_said(duplicate):
+    model, x, y = small()
+    loader = private(model, model, x, y)[2]
+    other = duplicate(model)
+    with pytest.warns(UserWarning, match=r"3 batches .* elsewhere than through the private module.*make the copy private"):
+        trained(other, torch.optim.SGD(other.parameters(), 1.0), _halved(loader), epochs=4)
+
+
+def _halved(loader: DataLoader) -> DataLoader:
+    """Two batches an epoch."""
+    loader.private_sampler.expected_batch /= 2  # type: ignore[attr-defined]
+    return loader
+
+
+def test_validation_beside_training_and_looks_at_batches_are_not_remarked_on():
+    model, x, y = small()
+    model, optimizer, loader = private(model, model, x, y)
+    _halved(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            next(iter(loader))
+        for _ in range(3):
+            trained(model, optimizer, loader)
+            with torch.no_grad():
+                for batch, _ in loader:
+                    model(batch)

@@ -58,6 +58,10 @@ _NEW_LAYER = (
     "trains it adds no noise. Call engine.remove(), build an optimizer of the parameters that train, and make_private again; or "
     "freeze it (requires_grad_(False))"
 )
+_COPIED = (
+    "this loader and the training that it belongs to are copies, and copies of a private module and of its optimizer are ordinary "
+    "ones: nothing would be clipped, noised or accounted. Call make_private with the copied module, an optimizer and a DataLoader"
+)
 
 
 class PrivateTraining:
@@ -126,8 +130,8 @@ class PrivateTraining:
         if first and self._pending:  # a loop was left in the middle of a logical batch: nothing of it is released
             self.mechanism.bind(self.tape.parameters, self.sampler.expected_batch)
             self._pending = False
-        backward = self.tape.complete
-        self._tickets.draw(source, self.tape.next_batch(), backward)
+        backward, used = self.tape.complete, not self._there or self.tape.called == self.tape.batch
+        self._tickets.draw(source, self.tape.next_batch(), backward, used)
         self.tape.logical += first
         self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
         self._by_hand = source is None and not self.own_draws
@@ -256,6 +260,8 @@ class PrivateTraining:
         """What a batch is about to meet is recorded, all of it, and stepped privately."""
         if not self._there:  # removed, or sharded
             return
+        if "step" not in self.optimizer.__dict__:
+            raise RuntimeError(_COPIED)
         for name, p in self.module.named_parameters():
             if p.requires_grad and id(p) not in self._there:
                 raise RuntimeError(_NEW_LAYER.format(name=name))

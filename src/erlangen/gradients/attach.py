@@ -32,6 +32,7 @@ class PrivateForward:
         self.module, self.rule, self.tape = module, rule, tape
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.tape.called = self.tape.batch
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             self.tape.seen_forward = self.tape.batch
             return self.rule(self.module, self.tape, *args, **kwargs)

@@ -187,6 +187,8 @@ class Tape(PrivateMeans):
         self._ignored: set[int] = set()
         #: how many batches were announced, and which of them the last forward pass was for
         self.batch, self.seen_forward = 0, -1
+        #: which of them a layer was last called for, with gradients or without
+        self.called = -1
         #: how many logical batches began: between two of them the weights may have been written to in any way
         self.logical = 0
         self.clear()

@@ -36,6 +36,15 @@ _ADDED_UP = (
     "max_physical_batch=…, the rows that fit into memory; then step on every batch the loader gives."
 )
 
+#: batches in a row that went elsewhere before that is said: one or two are looked at
+ELSEWHERE = 3
+_ELSEWHERE = (
+    f"{ELSEWHERE} batches of the private loader in a row went elsewhere than through the private module. Copies of it (deepcopy, "
+    "pickle, torch.load) are ordinary modules: what they, or any other module, learn from these records is neither clipped nor "
+    "noised, and no ε covers it; nor does one cover statistics of them. Train the module that make_private returned, or make the "
+    "copy private, too."
+)
+
 
 class Pass:
     """One iteration over a data loader."""
@@ -71,13 +80,16 @@ class Tickets:
         self._last: Pass | None = None
         self._skipped = 0
         self._said_seeded = False
+        #: batches in a row that the module never saw
+        self._elsewhere = 0
 
-    def draw(self, source: Pass | None, tried: bool, backward: bool = False) -> None:
+    def draw(self, source: Pass | None, tried: bool, backward: bool = False, used: bool = True) -> None:
         """A batch was drawn in the pass ``source`` (None: announced by hand, which says what comes next).
 
         ``tried``: the batch before went through the module and was then given up, as after an exception; ``backward``: it went
-        all the way back, and nobody stepped or discarded it.
+        all the way back, and nobody stepped or discarded it. ``used``: any layer was called since it was drawn.
         """
+        self._remark_on_elsewhere(source, used)
         if backward and source is not None and self._open == [source]:
             self._open.clear()
             raise RuntimeError(_ADDED_UP)
@@ -89,6 +101,15 @@ class Tickets:
             self._open.clear()
         self._open = [p for p in self._open if p is source or (p is not None and not p.idle)]
         self._open.append(source)
+
+    def _remark_on_elsewhere(self, source: Pass | None, used: bool) -> None:
+        """Once: a loop goes on over batches, and not with the module that is private."""
+        if used:
+            self._elsewhere = 0
+        elif source is not None and source.draws:
+            self._elsewhere += 1
+            if self._elsewhere == ELSEWHERE:
+                warnings.warn(_ELSEWHERE, stacklevel=5)
 
     def _count_skipped(self, source: Pass, tried: bool) -> None:
         """Batches of passes that were left: looked at before training began, or given up by a loop that goes on elsewhere."""
