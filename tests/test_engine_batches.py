@@ -237,4 +237,21 @@ def test_collate_functions_that_treat_each_record_by_itself_are_accepted():
         private(records(), collate_fn=lambda rows: (stacked(rows)[0] + own.normal(), stacked(rows)[1]))
 
 
+@pytest.mark.parametrize("longest", [None, 30])
+def test_rows_that_are_sorted_by_length_are_not_given_to_other_units(longest):
+    """Eight records of one patient, spread over the batch, were the rows of seven others as well: seven bounds."""
+
+    def by_length(rows):
+        x, y = padded(sorted(rows, key=lambda row: -len(row[0])))
+        return (x if longest is None else F.pad(x, (0, 0, 0, longest - x.shape[1]))), y
+
+    dataset = Sequences([3] * 8 + [1 + k % 23 for k in range(56)])  # the first ones say nothing
+    unit = {"patient": [k // 8 for k in range(64)]}
+    with pytest.raises(ValueError, match=r"order of its own.*unit=.*enforce_sorted=False"):
+        private(dataset, Reads(last=False), collate_fn=by_length, unit=unit, batch=4)
+    if longest is not None:  # where each record is for itself any order will do
+        private(dataset, Reads(last=False), collate_fn=by_length)
+    private(dataset, Reads(last=False), collate_fn=padded, unit=unit, batch=4)
+
+
 # -- ignored labels -------------------------------------------------------------------------------------------------------

@@ -109,6 +109,34 @@ def refuse_mixing(loader: DataLoader, grouped: bool) -> None:
         places = [k * (len(dataset) - 1) // max(count - 1, 1) for k in range(count)]
         batch = lambda places: loader.collate_fn(fetched(dataset, places))  # noqa: E731
         _refuse_mixing(batch, places[:3], places[3:], grouped, f"{type(dataset).__name__}.__getitems__")
+    if grouped:
+        _refuse_reordering(loader)
+
+
+def _refuse_reordering(loader: DataLoader) -> None:
+    """Rows belong to units by their place. A collate function that sorts (by length, as packed sequences once asked for) gives them
+    to others: a unit with k records could move k clipped gradients. Records from all over the data set are more likely to differ
+    in what is sorted by than the first few."""
+    dataset: Any = loader.dataset
+    count = min(LOOKED_AT, len(dataset))
+
+    def made(of: list[Any], seed: int) -> Any:
+        with seeded(seed):
+            return loader.collate_fn(copy.deepcopy(of))
+
+    try:
+        rows = [dataset[k * len(dataset) // count] for k in range(count)]
+        whose = _by_record(tree_leaves(made(rows, 0)), tree_leaves(made(rows[:-1], 0)), count)
+        forth, again, back = (_rows_of(made(of, seed), whose) for of, seed in ((rows, 0), (rows, 1), (rows[::-1], 0)))
+    except Exception:  # its own call will tell
+        return
+    same = [t.shape for row in forth for t in row] == [t.shape for row in back for t in row]
+    if same and not _unmatched(forth, again, True) and _unmatched(forth, back[::-1], True):
+        raise ValueError(
+            "the collate function puts records into an order of its own (sorted by length?): with unit= a row is its unit's by its "
+            "place, and a unit could move as many clipped gradients as it has records. Keep the order of the records "
+            "(pack_padded_sequence(…, enforce_sorted=False) needs no other)"
+        )
 
 
 def _refuse_mixing(batch: Callable[[list[Any]], Any], base: list[Any], others: list[Any], grouped: bool, what: str) -> None:
