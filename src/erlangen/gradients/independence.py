@@ -44,12 +44,12 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
     modes = {m: m.training for m in module.modules()}
     inputs = _told_apart(module, inputs)
     try:
-        for training in (True, False):
+        for batch, training in itertools.product((inputs, *_padded(inputs)), (True, False)):
             module.train(training)
             with untouched(module) as start:
-                _check_outputs(module, inputs, start)
+                _check_outputs(module, batch, start)
                 if training:
-                    _check_rows(module, inputs, start, batch_first)
+                    _check_rows(module, batch, start, batch_first)
         with untouched(module):
             _check_answers(module, inputs)
     finally:
@@ -130,6 +130,21 @@ def _one_less(t: Tensor) -> Tensor:
     elif int(last[-1]) >= (1 if several else 2):  # no record has length zero
         last[-1] -= 1
     return other
+
+
+def _padded(inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """The same with sequences that end in zeros, each after another length, none of which is the whole one: a module that reads the
+    length of its records from them may sort by it, or cut the batch at the largest. Nothing if there are no sequences."""
+    lengths = lambda t: [1 + (r + 1) * (t.shape[1] - 2) // (len(t) + 1) for r in (*range(1, len(t)), 0)]  # noqa: E731
+
+    def padded(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or t.ndim not in (2, 3) or t.shape[1] < 4:
+            return t
+        kept = torch.arange(t.shape[1], device=t.device) < torch.tensor(lengths(t), device=t.device)[:, None]
+        return torch.where(kept if t.ndim == 2 else kept[..., None], t, 0.0)
+
+    short = tuple(map(padded, inputs))
+    return [] if all(a is b for a, b in zip(short, inputs, strict=True)) else [short]
 
 
 def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Tensor, ...]]]:
@@ -309,11 +324,10 @@ def _unlike(inputs: tuple[Tensor, ...]) -> tuple[int, int]:
 def _more_rows(t: Tensor, rows: int) -> Tensor:
     if not t.ndim:
         return t
-    return (
-        torch.randn(rows, *t.shape[1:], dtype=t.dtype, device=t.device)
-        if t.is_floating_point()
-        else t[torch.arange(rows) % len(t)]
-    )
+    again = t[torch.arange(rows) % len(t)]
+    if not t.is_floating_point():
+        return again
+    return torch.where(again == 0, 0.0, torch.randn(rows, *t.shape[1:], dtype=t.dtype, device=t.device))
 
 
 def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
