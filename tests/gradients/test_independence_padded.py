@@ -83,3 +83,23 @@ def test_a_mean_over_as_many_tokens_as_the_longest_record_has_is_refused(seed):
 def test_modules_that_mind_each_record_s_own_length_are_accepted(make, seed):
     torch.manual_seed(seed)
     check_independence(make(), (torch.randn(3, 9, 4),))
+
+
+class Encoder(nn.Module):
+    """A transformer that skips padding; in evaluation PyTorch keeps what is left in nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.embed, self.encode, self.head = nn.Linear(4, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = present(x)
+        tokens = self.encode(self.embed(x), src_key_padding_mask=~here) * here[..., None]
+        return self.head(tokens.sum(1) / here.sum(1, keepdim=True).clamp(min=1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_transformer_that_skips_padding_is_accepted():
+    """It was refused with an internal error of PyTorch: nested tensors have no sizes."""
+    check_independence(Encoder(), (torch.randn(3, 9, 4),))

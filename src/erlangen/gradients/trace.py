@@ -93,7 +93,12 @@ def _random_states(inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _rows_of(tree: Any, rows: int, watched: list[int]) -> list[Tensor]:
-    return [t.detach()[watched] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows]
+    return [t.detach()[watched] for t in tree_leaves(tree) if _is_rows(t, rows)]
+
+
+def _is_rows(leaf: Any, rows: int) -> bool:
+    """Nested tensors, in which a transformer skips padding in evaluation, have no sizes to ask for; what it returns will tell."""
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.ndim > 0 and leaf.shape[0] == rows
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
