@@ -85,6 +85,30 @@ def test_modules_that_mind_each_record_s_own_length_are_accepted(make, seed):
     check_independence(make(), (torch.randn(3, 9, 4),))
 
 
+class Tokens(nn.Module):
+    """Token numbers, zero where there is none, for a module that reads features."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(20, 4, padding_idx=0), inner
+        with torch.no_grad():
+            self.table.weight[0] = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(self.table(tokens))
+
+
+@pytest.mark.parametrize("inner", [Sorted, lambda: Cut(masked=False)], ids=["sorted", "cut"])
+def test_records_of_one_length_do_not_hide_what_is_made_of_others(inner):
+    """Token numbers are not made up: the three records that are looked at may be equally long."""
+    tokens = torch.randint(1, 20, (3, 9))
+    tokens[:, 6:] = 0
+    with pytest.raises(MixesSamples):
+        check_independence(Tokens(inner()), (tokens,))
+    check_independence(Tokens(Cut(masked=True)), (tokens,))
+    check_independence(Tokens(Last()), (tokens,))
+
+
 class Encoder(nn.Module):
     """A transformer that skips padding; in evaluation PyTorch keeps what is left in nested tensors."""
 

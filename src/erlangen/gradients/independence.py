@@ -44,7 +44,7 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
     modes = {m: m.training for m in module.modules()}
     inputs = _told_apart(module, inputs)
     try:
-        for batch, training in itertools.product((inputs, *_padded(inputs)), (True, False)):
+        for batch, training in itertools.product((inputs, *_padded(module, inputs)), (True, False)):
             module.train(training)
             with untouched(module) as start:
                 _check_outputs(module, batch, start)
@@ -111,12 +111,7 @@ def _told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
     apart = tuple(_one_less(t) for t in inputs)
     if all(a is b for a, b in zip(apart, inputs, strict=True)):
         return inputs
-    try:
-        with untouched(module), attributes_untouched(module), torch.no_grad():
-            module(*own_copies(apart))
-    except Exception:  # these are no lengths
-        return inputs
-    return apart
+    return apart if _can_take(module, apart) else inputs  # or these are no lengths
 
 
 def _one_less(t: Tensor) -> Tensor:
@@ -132,19 +127,33 @@ def _one_less(t: Tensor) -> Tensor:
     return other
 
 
-def _padded(inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+def _padded(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """The same with sequences that end in zeros, each after another length, none of which is the whole one: a module that reads the
     length of its records from them may sort by it, or cut the batch at the largest. Nothing if there are no sequences."""
     lengths = lambda t: [1 + (r + 1) * (t.shape[1] - 2) // (len(t) + 1) for r in (*range(1, len(t)), 0)]  # noqa: E731
 
     def padded(t: Tensor) -> Tensor:
-        if not t.is_floating_point() or t.ndim not in (2, 3) or t.shape[1] < 4:
+        features = t.is_floating_point()
+        if t.is_complex() or t.ndim not in ((2, 3) if features else (2,)) or t.shape[1] < 4:
+            return t
+        if not (features or t.dtype == torch.bool or int(t.min()) >= 0):  # labels of which some are ignored
             return t
         kept = torch.arange(t.shape[1], device=t.device) < torch.tensor(lengths(t), device=t.device)[:, None]
-        return torch.where(kept if t.ndim == 2 else kept[..., None], t, 0.0)
+        return torch.where(kept if t.ndim == 2 else kept[..., None], t, torch.zeros_like(t))
 
     short = tuple(map(padded, inputs))
-    return [] if all(a is b for a, b in zip(short, inputs, strict=True)) else [short]
+    if all(a is b for a, b in zip(short, inputs, strict=True)) or not _can_take(module, short):
+        return []
+    return [short]
+
+
+def _can_take(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    try:
+        with untouched(module), attributes_untouched(module), torch.no_grad():
+            module(*own_copies(inputs))
+    except Exception:
+        return False
+    return True
 
 
 def _variants(inputs: tuple[Tensor, ...]) -> Iterator[tuple[int, float, tuple[Tensor, ...]]]:
