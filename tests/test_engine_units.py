@@ -194,3 +194,28 @@ def test_groups_without_a_name_on_other_records_are_anybodys():
 def test_a_name_and_its_labels_are_one_entry(unit):
     with pytest.raises(ValueError, match="give one, a name and its labels"):
         private(PrivacyEngine(), unit)
+
+
+class Shuffled(TensorDataset):
+    """Shuffles itself between epochs, and takes the labels along."""
+
+    def __init__(self):
+        super().__init__(X, Y)
+        self.patient = list(PATIENTS)
+
+    def shuffle(self):
+        order = torch.randperm(len(X), generator=torch.Generator().manual_seed(1))
+        self.tensors = tuple(t[order] for t in self.tensors)
+        self.patient = [self.patient[k] for k in order]
+
+
+def test_records_that_are_shuffled_with_their_labels_are_not_given_to_other_patients():
+    """Four records of one patient were clipped as those of four others: four bounds."""
+    data = Shuffled()
+    model, optimizer, loader = private(PrivacyEngine(), "patient", data)
+    steps(model, optimizer, loader, 1)
+    data.patient = [f"number {k}" for k in PATIENTS]  # the same patients by other names
+    steps(model, optimizer, loader, 1)
+    data.shuffle()
+    with pytest.raises(RuntimeError, match=r"'patient' of the data set.*shuffled"):
+        steps(model, optimizer, loader, 1)

@@ -101,6 +101,8 @@ def prepare(
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
     training.protected = protected
     training.loader = PrivateLoader(data_loader, sampler, units, limit, training.announce, workers)
+    if isinstance(unit, str) and hasattr(dataset, unit):
+        training.loader.unit_attribute = unit
     sampler.join(workers)
     if not workers.alone:
         accountant.share(workers.tell(secrets.token_hex(8).encode()).decode())

@@ -25,7 +25,7 @@ from erlangen.gradients.rows import RowMap
 from erlangen.sampling.records import layout_of, require_layout
 from erlangen.sampling.samplers import Draw, Sampler
 from erlangen.sampling.tickets import Pass
-from erlangen.sampling.units import Units
+from erlangen.sampling.units import Units, require_units
 from erlangen.streams import seed_layers
 from erlangen.workers import Workers
 
@@ -99,6 +99,8 @@ class PrivateLoader(DataLoader):
         refuse_iterable(plain)
         self.private_sampler, self.units, self._announce = sampler, units, announce
         self._layout = layout_of(plain.dataset)
+        #: the attribute of the data set that says whose each record is, where there is one
+        self.unit_attribute: str | None = None
         self._batches = _Batches(sampler, units, limit, workers or Workers())
         self._collate = plain.collate_fn or default_collate
         loading: dict[str, Any] = {}
@@ -119,6 +121,8 @@ class PrivateLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         require_layout(self.dataset, self._layout)
+        if self.unit_attribute is not None:
+            require_units(self.dataset, self.unit_attribute, self.units)
         if self.collate_fn is not self._collate:
             raise RuntimeError(
                 "the collate function is another one than when the loader was made private: whether it puts a record into the "

@@ -186,6 +186,17 @@ def unit_labels(dataset: Any, unit: str | Sequence[Any] | None) -> Sequence[Any]
     return found
 
 
+def require_units(dataset: Any, attribute: str, before: Units) -> None:
+    """Records belong to the units to which they belonged when sampling was made private: a data set that shuffles itself takes the
+    labels along, and a unit's records would be clipped as those of as many others."""
+    if Units(len(dataset), unit_labels(dataset, attribute)).grouping() != before.grouping():
+        raise RuntimeError(
+            f"{attribute!r} of the data set, which says whose each record is, is another one than when it was made private (it was "
+            "shuffled, or filled anew). Leave records where they are: private sampling draws them in no order. Or call "
+            "engine.remove() and make_private again"
+        )
+
+
 def _unknown(dataset: Any, unit: str) -> ValueError:
     return ValueError(
         f"unit={unit!r} is neither an attribute of {type(dataset).__name__} nor a key of its samples; "
