@@ -163,11 +163,12 @@ def shadow(net):
 
 
 def longer(net):
-    net.append(Residual(SpectralDense(4, 4), average=False))
+    """Frozen, or the engine would refuse it before: nothing clips what it learns."""
+    net.append(Residual(SpectralDense(4, 4), average=False).requires_grad_(False))
 
 
 def exchanged(net):
-    net._modules["1"] = SpectralDense(8, 16, lipschitz=20.0)
+    net._modules["1"] = SpectralDense(8, 16, lipschitz=20.0).requires_grad_(False)
 
 
 CHANGES = {
@@ -187,6 +188,12 @@ def test_what_is_promised_is_kept(options):
 def test_a_change_after_bounds_were_taken_is_refused(change, options):
     with pytest.raises(RuntimeError, match=CHANGES[change]):
         worst(network(), change, **options)
+
+
+@pytest.mark.parametrize("change", [longer, exchanged], ids=lambda change: change.__name__)
+def test_layers_that_train_are_refused_before_that(change):
+    with pytest.raises(RuntimeError, match="was put into the module"):
+        worst(network(), lambda net: (change(net), net.requires_grad_(True)))
 
 
 @pytest.mark.parametrize("change", [limits, radius, hook, pre_hook, backward_hook, shadow], ids=lambda change: change.__name__)
