@@ -47,6 +47,7 @@ from erlangen.models import make_model
 from erlangen.streams import Stream
 from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
+from erlangen.training.padding import physical_size
 
 if TYPE_CHECKING:
     from erlangen.training.ensemble import Ensemble
@@ -135,7 +136,7 @@ class Tables(Bench[Trial]):
         looks: list[list[Row]] = []
         ensemble = self.together(
             configs, dataset(str(task.common["data"]), phase, bool(steps)), partial(watched, looks, task.looks),
-            run_ids=[t.pair for t in trials], rows=None if steps else task.rows,
+            run_ids=[t.pair for t in trials], rows=None if steps else task.rows or part_of(task, configs),
             precision=getattr(torch, task.precision) if task.precision else None,
         )  # fmt: skip
         if not looks:
@@ -225,10 +226,13 @@ class Tables(Bench[Trial]):
 
     def share(self, trials: list[Trial]) -> None:
         """Ablations have cells in common with each other and with Table 1: what was trained with the same options, seed and
-        precision is taken over, and its row says from where."""
-        made = {same(t): row for row in self.results.rows("runs") if (t := Trial(*row["key"])).task in TASKS and not t.alone}
+        precision is taken over, and its row says from where. A curve needs the looks on the way."""
+        known = [row for row in self.results.rows("runs") if "curve" in row or TASKS[trials[0].task].looks == 1]
+        made = {same(t): row for row in known if (t := Trial(*row["key"])).task in TASKS and not t.alone}
         taken = [(t, made[same(t)]) for t in self.results.left("runs", trials) if same(t) in made]
         rows = [{**row, **t.given, "as": row.get("as", row["key"])} for t, row in taken]
+        for row in rows:
+            row.pop("curve", None)
         if rows:
             self.results.hold({t.cell: t.conditions for t, _ in taken}, unsaid={})
             self.results.keep("runs", rows)
@@ -247,6 +251,14 @@ class Tables(Bench[Trial]):
         show(self.results.content)
         if self.failed:
             raise SystemExit("\n".join(f"{method} failed: {why}" for method, why in self.failed.items()))
+
+
+def part_of(task: Task, configs: list[TrainConfig]) -> int | None:
+    """Rows of a member at a time, so that those of all members are not more than the task allows; None: a batch at a time."""
+    records = len(dataset(str(task.common["data"]), "runs"))
+    whole = physical_size(records, configs[0].batch, len(configs))
+    passes = math.ceil(whole * len(configs) / (task.most_rows or math.inf))
+    return 8 * math.ceil(whole / passes / 8) if passes > 1 else None
 
 
 def watched(looks: list[list[Row]], count: int, ensemble: Ensemble) -> None:

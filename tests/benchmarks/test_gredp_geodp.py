@@ -394,5 +394,36 @@ def test_table_3_takes_over_the_end_of_figure_3(model):
         bench.same(bench.Trial(table.name, method, setting, *pick, 0))
         for method in table.methods for setting in table.where(method, tuple(table.settings)) for pick in table.fixed(method)
     }  # fmt: skip
-    assert len(ends) == 5
-    assert len(ends & theirs) == 4, "all but AUTO-S"
+    assert len(ends) == 6
+    assert len(ends & theirs) == 4, "all but AUTO-S and DP-SGD without momentum"
+
+
+def test_a_curve_is_not_taken_from_a_run_without_looks(tmp_path, data, monkeypatch, capsys):
+    """Figure 3 ends where Table 1 has been; Table 3 takes over its ends, and no curve."""
+    common = {"seeds": 1, "steps": 3, "methods": ["DP-SGD"]}
+    bench.Tables(options(tmp_path, tasks=["gredp-fig5"], **common)).main()
+    again = dataclasses.replace(tasks.TASKS["gredp-fig5"], name="curves", looks=3)
+    monkeypatch.setitem(bench.TASKS, "curves", again)
+    monkeypatch.setitem(bench.TASKS, "ends", dataclasses.replace(again, name="ends", looks=1))
+    bench.Tables(options(tmp_path, tasks=["curves"], resume=True, **common)).main()
+    assert "those of other tables" not in capsys.readouterr().out
+    bench.Tables(options(tmp_path, tasks=["ends"], resume=True, **common)).main()
+    assert "ends: 5 of 5 runs are those of other tables" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert {row["key"][0]: "curve" in row for row in rows} == {"gredp-fig5": False, "curves": True, "ends": False}
+
+
+@pytest.mark.parametrize("batch", tasks.CIFAR_BATCH_SIGMAS)
+def test_large_batches_take_several_passes(batch, monkeypatch):
+    """The rows of all members stay within what the task allows, and a pass is full."""
+    monkeypatch.setattr(bench, "dataset", lambda *_: range(50_000))
+    task = tasks.TASKS["gredp-fig4-resnet20"]
+    configs = [task.config("DP-SGD", f"B={batch} true", (1.0, 1.0, 0.9), 0, "cpu")] * 12
+    whole, rows = bench.physical_size(50_000, batch, 12), bench.part_of(task, configs)
+    if batch <= 512:
+        assert rows is None
+        assert 12 * whole <= task.most_rows
+    else:
+        assert 12 * rows <= task.most_rows
+        passes = math.ceil(whole / rows)
+        assert passes * rows - whole < 8 * passes
