@@ -252,6 +252,14 @@ CIFAR_ABLATIONS = tuple(dynamics(model, length) for model, length in CIFAR_LENGT
         ("fig5", levels({2.0: CIFAR_SIGMAS[2.0]}, "ε"), RATES),
     )
 )
+#: networks without norms do not survive the noise of a small ε at Table 3's step length
+SHORT_STEPS = tuple(
+    ablation(
+        f"gredp-table3-short-{model}", on_cifar(model), levels({e: CIFAR_SIGMAS[e] for e in (0.5, 1.0)}, "ε"), bounds(0.3),
+        **CIFAR[model],
+    )
+    for model in ("model3", "alexnet")
+)  # fmt: skip
 
 
 # -- GeoDP ----------------------------------------------------------------------------------------------------------
@@ -412,7 +420,7 @@ ALL = (
     TABLE_1, TABLE_II, FIGURE_5, TABLE_3, FIGURE_4, FIGURE_RATES, MODEL_3, TABLE_III, RESNET_20, ALEXNET, TABLE_II_SMALL,
     FIGURE_5_BOUNDS, FIGURE_5_HALF, FIGURE_5_HALF_BOUNDS, FIGURE_5C, FIGURE_5C_BOUNDS,
     FIGURE_5_LONG, FIGURE_5_QUIET, FIGURE_5C_QUIET, TABLE_II_MORE, TABLE_III_MORE, *map(tuned, COLUMNS[1:]),
-    *CIFAR_ABLATIONS, *map(layered, COLUMNS), *QUIET,
+    *CIFAR_ABLATIONS, *SHORT_STEPS, *map(layered, COLUMNS), *QUIET,
 )  # fmt: skip
 TASKS = {task.name: task for task in ALL}
 DEFAULT = ("gredp-table1", "geodp-table2", "geodp-fig5")

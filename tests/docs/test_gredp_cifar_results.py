@@ -1,0 +1,139 @@
+"""Every row of GReDP's ablations on CIFAR-10 follows from the runs in the file beside them."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from erlangen.experiments.gredp import NETWORKS, Network
+from tests.docs.runs import lines, measured, noise_free, rest, spent, spread, tables
+from tests.docs.test_results import page, paired
+
+CIFAR = tuple(n for n in NETWORKS if n.data == "cifar10")
+PAGE = "gredp-cifar.md"
+LEVELS = ("ε=0.5", "ε=1", "ε=1.5", "ε=2")
+METHODS = ("DP-SGD", "Spectral-DP", "GReDP", "GReDP as published")
+ALONG = (*METHODS[:3], "AUTO-S", "DP-SGD without momentum", METHODS[3])
+LENGTH = {"model3": 1.0, "resnet20": 3.0, "alexnet": 1.0}
+LETTER = {
+    "Spectral-DP as published": ("Spectral-DP", 1), "GReDP as published, complex": ("GReDP", 2),
+    "GReDP as published, real": ("the same, real noise (Eq. 11)", None),
+    "GReDP as published, per-sample": ("the same, noise on each sample (line 7)", None),
+}  # fmt: skip
+
+
+def runs(task: str, setting: str, method: str, length: float, bound: float = 1.0, momentum: float = 0.9) -> dict[int, float]:
+    """seed → test accuracy in %"""
+    kind = "claimed" if "published" in method else "true"
+    found = tables.cells(measured("gredp")["runs"], task, "test_accuracy").get((f"{setting} {kind}", method), {})
+    return found.get((length, bound, momentum), {})
+
+
+def one(values: dict[int, float]) -> str:
+    return f"{values[0]:.2f}" if values else "–"
+
+
+@pytest.mark.parametrize("method", LETTER)
+def test_to_the_letter(method: str) -> None:
+    label, paper = LETTER[method]
+    cells = [label]
+    for n in CIFAR:
+        task = f"gredp-{n.model}-layers"
+        (values,) = tables.cells(measured("gredp")["runs"], task, "test_accuracy")["claimed", method].values()
+        assert len(values) == 3
+        cells += [spread(values), spent("gredp", task, "claimed", method, ".3g")]
+        cells += ["–" if paper is None else f"{n.table1[paper]:g}"]
+    assert rest(PAGE, cells) == []
+
+
+def test_without_privacy() -> None:
+    cells = [part for n in CIFAR for part in (noise_free("gredp", f"gredp-{n.model}"), "∞", f"{n.plain:g}")]
+    assert rest(PAGE, ["no privacy", *cells]) == []
+
+
+def along(n: Network, method: str) -> dict[int, float]:
+    momentum = 0.0 if method.endswith("without momentum") else 0.9
+    return runs(f"gredp-fig3-{n.model}", "ε=2", method, LENGTH[n.model], momentum=momentum)
+
+
+@pytest.mark.parametrize("method", ALONG)
+def test_along_training(method: str) -> None:
+    cells = [method, spent("gredp", "gredp-fig3-model3", "ε=2 " + ("claimed" if "published" in method else "true"), method)]
+    for n in CIFAR:
+        values = along(n, method)
+        assert len(values) == 3
+        cells += [spread(values), "–" if method == "DP-SGD" else paired(values, along(n, "DP-SGD"))]
+    assert rest(PAGE, cells) == []
+
+
+def test_along_training_nobody_begins_in_front() -> None:
+    """After two epochs, and what the page says of it."""
+    def first(n: Network, method: str) -> float:
+        key = [f"gredp-fig3-{n.model}", method]
+        return fmean(100 * row["curve"][0]["test_accuracy"] for row in measured("gredp")["runs"] if row["key"][:2] == key)
+
+    gaps = [first(n, m) - first(n, "DP-SGD") for n in CIFAR for m in ("Spectral-DP", "GReDP")]
+    assert f"between {min(gaps):.1f} and {max(gaps):+.1f} points" in page(PAGE)
+
+
+@pytest.mark.parametrize("network", CIFAR, ids=lambda n: n.label)
+@pytest.mark.parametrize("bound", [0.1, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_clipping_bounds_and_levels(network: Network, method: str, bound: float) -> None:
+    task = f"gredp-table3-{network.model}"
+    values = [one(runs(task, level, method, LENGTH[network.model], bound)) for level in LEVELS]
+    if set(values) == {"–"}:
+        assert not [line for line in lines(PAGE) if line[0] == f"{network.label}, C = {bound:g}, {method}"]
+        return
+    assert rest(PAGE, [f"{network.label}, C = {bound:g}, {method}", *values]) == []
+    theirs = {0.1: network.small_clip, 1.0: network.unit_clip}[bound]
+    assert rest(PAGE, [f"{network.label}, C = {bound:g}, paper's GReDP", *(f"{value:g}" for value in theirs)]) == []
+
+
+@pytest.mark.parametrize("network", CIFAR, ids=lambda n: n.label)
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "GReDP"])
+def test_batch_sizes_and_learning_rates(network: Network, method: str) -> None:
+    sizes = [one(runs(f"gredp-fig4-{network.model}", f"B={b}", method, 1.0)) for b in (256, 512, 1024, 2048)]
+    rates = [one(runs(f"gredp-fig5-{network.model}", "ε=2", method, lr)) for lr in (0.01, 0.1, 0.25, 0.5, 1.0)]
+    assert rest(PAGE, [f"{network.label}, {method}", *sizes, *rates]) == []
+
+
+def test_true_epsilons_of_the_ablations() -> None:
+    for label, method, kind in (
+        ("*true ε of the sound rows (PLD / RDP)*", "DP-SGD", "true"),
+        ("*true ε as published, at a claim of the column's*", "GReDP as published", "claimed"),
+    ):
+        true = [spent("gredp", "gredp-table3-model3", f"{level} {kind}", method) for level in LEVELS]
+        assert [label, *true] in [[line[0], *(cell.strip("*") for cell in line[1:])] for line in lines(PAGE)]
+    sizes = [spent("gredp", "gredp-fig4-model3", f"B={b} claimed", "GReDP as published").split(" ")[0] for b in (256, 512, 1024, 2048)]
+    rate = spent("gredp", "gredp-fig5-model3", "ε=2 claimed", "GReDP as published").split(" ")[0]
+    assert rest(PAGE, ["*true ε as published (PLD)*", *sizes, rate, rate, rate, rate, rate]) == []
+
+
+def apart(n: Network, method: str) -> str:
+    """The mean difference to DP-SGD over the cells of Table 3 in which both learn something, and its 95 % interval."""
+    mine: dict[int, float] = {}
+    theirs: dict[int, float] = {}
+    for bound in (0.1, 1.0):
+        for level in LEVELS:
+            pair = [runs(f"gredp-table3-{n.model}", level, m, LENGTH[n.model], bound) for m in (method, "DP-SGD")]
+            if all(pair) and min(values[0] for values in pair) > 20:
+                mine[len(mine)], theirs[len(theirs)] = pair[0][0], pair[1][0]
+    return f"{paired(mine, theirs)} ({len(mine)})" if mine else "–"
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_differences_over_the_cells_of_table_3(method: str) -> None:
+    assert rest(PAGE, [f"{method} - DP-SGD", *(apart(n, method) for n in CIFAR)]) == []
+
+
+def test_what_the_bound_is_worth_at_a_fixed_step_length() -> None:
+    small, large = {}, {}
+    for n in CIFAR:
+        for method in METHODS:
+            for level in LEVELS:
+                pair = [runs(f"gredp-table3-{n.model}", level, method, LENGTH[n.model], bound) for bound in (0.1, 1.0)]
+                if all(pair) and min(values[0] for values in pair) > 20:
+                    small[len(small)], large[len(large)] = pair[0][0], pair[1][0]
+    assert f"C = 1 is {paired(large, small)} points from C = 0.1 over {len(small)} cells" in " ".join(page(PAGE).split())
