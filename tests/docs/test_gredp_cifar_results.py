@@ -106,8 +106,9 @@ def test_true_epsilons_of_the_ablations() -> None:
     ):
         true = [spent("gredp", "gredp-table3-model3", f"{level} {kind}", method) for level in LEVELS]
         assert [label, *true] in [[line[0], *(cell.strip("*") for cell in line[1:])] for line in lines(PAGE)]
-    sizes = [spent("gredp", "gredp-fig4-model3", f"B={b} claimed", "GReDP as published").split(" ")[0] for b in (256, 512, 1024, 2048)]
-    rate = spent("gredp", "gredp-fig5-model3", "ε=2 claimed", "GReDP as published").split(" ")[0]
+    by_pld = lambda figure, setting: spent("gredp", figure, f"{setting} claimed", "GReDP as published").split(" ")[0]  # noqa: E731
+    sizes = [by_pld("gredp-fig4-model3", f"B={b}") for b in (256, 512, 1024, 2048)]
+    rate = by_pld("gredp-fig5-model3", "ε=2")
     assert rest(PAGE, ["*true ε as published (PLD)*", *sizes, rate, rate, rate, rate, rate]) == []
 
 
