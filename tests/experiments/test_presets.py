@@ -197,6 +197,17 @@ def test_runs_side_by_side_are_the_same_runs(tmp_path):
     assert run_preset(both, tmp_path / "apart", workers=2)["rows"] == alone["rows"]
 
 
+def test_networks_of_all_groups_have_about_as_many_parameters():
+    """What differs is the symmetry: the number of fields follows the order of the group, in all three widths."""
+    sizes = {}
+    for cell in preset("eq-groups").cells:
+        model = make_model(cell.config.model, (3, 32, 32), 10, **cell.config.model_options)
+        sizes[cell.name] = sum(p.numel() for p in model.parameters())
+        assert (cell.config.epsilon, cell.config.steps) == (2.0, 270)
+    assert len(sizes) == 8
+    assert max(sizes.values()) < 1.2 * min(sizes.values()), sizes
+
+
 def test_small_parameters():
     assert near_zero([torch.tensor([0.0, 1.0]), torch.tensor([[1e-4], [-5.0]])]) == 0.5
 
