@@ -138,3 +138,11 @@ def test_what_the_bound_is_worth_at_a_fixed_step_length() -> None:
                 if all(pair) and min(values[0] for values in pair) > 20:
                     small[len(small)], large[len(large)] = pair[0][0], pair[1][0]
     assert f"C = 1 is {paired(large, small)} points from C = 0.1 over {len(small)} cells" in " ".join(page(PAGE).split())
+
+
+def test_what_is_left_of_the_filters_gain_at_half_the_rate() -> None:
+    """DP-SGD and Spectral-DP with lr 0.05 instead of 0.1; one seed."""
+    half = {n.model: [runs(f"gredp-fig5-{n.model}", "ε=2", m, 0.5)[0] for m in METHODS[:2]] for n in CIFAR}
+    model3, alexnet = (half[model][1] - half[model][0] for model in ("model3", "alexnet"))
+    assert f"the filter is worth {model3:.1f} and {alexnet:.1f} points (one seed" in " ".join(page(PAGE).split())
+    assert f"DP-SGD has {half['alexnet'][0]:.1f} % on AlexNet" in page(PAGE)
