@@ -99,7 +99,7 @@ def prepare(
         if limit is not None and limit < len(dataset):
             _check_parts(tried)
     elif criterion is not None and check:
-        _check_loss(criterion, [], loss_reduction)
+        _check_loss(criterion, [], loss_reduction, 0)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
@@ -208,13 +208,13 @@ def _check(
             _check_forms([form for form, _ in found], batch_first)
         _check_padding(module, loader)
     if criterion is not None:
-        _check_loss(criterion, found, reduction)
+        _check_loss(criterion, found, reduction, 4 * (loader.batch_size or 0) + 16)  # Poisson batches are not much longer
 
 
-def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str) -> None:
+def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str, rows: int) -> None:
     """By experiment where the loss can be computed on made-up answers, else by its type; what is left is said."""
     # a network that learns its own inputs has nothing left of a batch
-    if any(check_some_loss(criterion, out, form.targets or form.inputs, reduction) for form, out in found):
+    if any(check_some_loss(criterion, out, form.targets or form.inputs, reduction, rows) for form, out in found):
         return
     refuse_by_type(criterion, reduction)
     name = getattr(criterion, "__name__", type(criterion).__name__)
