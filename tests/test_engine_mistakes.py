@@ -267,3 +267,29 @@ def test_an_accountant_that_nobody_records_with_is_refused():
     assert engine.get_epsilon(1e-5) > before
     with pytest.raises(TypeError, match="accountant is a str"):
         engine.accountant = "rdp"
+
+
+def test_a_step_that_was_broken_off_is_not_taken_again(monkeypatch):
+    """It counts; and who tries it again is told why there is nothing to step on, not that a learning rate moved."""
+    engine, model, optimizer, loader = private()
+    finish, broken = engine.training.mechanism.finish, []
+
+    def interrupted(batch):
+        if not broken:
+            broken.append(batch)
+            raise KeyboardInterrupt
+        return finish(batch)
+
+    monkeypatch.setattr(engine.training.mechanism, "finish", interrupted)
+    before = model[3].weight.detach().clone()
+    x, y = next(batches := iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="without a backward pass"):
+        optimizer.step()
+    assert torch.equal(model[3].weight, before)
+    x, y = next(batches)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert engine.accountant.steps == 2
