@@ -251,3 +251,45 @@ def test_a_forward_that_was_set_on_a_layer_is_refused_not_passed_over():
     engine.remove()
     private(copied)
     private(join(net()))  # and so are those whose layers run as one kernel
+
+
+def test_an_accountant_that_nobody_records_with_is_refused():
+    """With another one in its place after make_private, two epochs were said to cost ε = 0."""
+    history = [(1.0, 0.1, 50)]
+    engine = erlangen.PrivacyEngine(seed=0)
+    engine.accountant = erlangen.accounting.from_opacus(history)  # before training it is where training goes on from
+    before = engine.get_epsilon(1e-5)
+    _, model, optimizer, loader = private(engine=engine)
+    with pytest.raises(RuntimeError, match=r"50 releases.*load_state_dict"):
+        engine.accountant = erlangen.accounting.from_opacus(history)
+    loop(model, optimizer, loader)
+    assert engine.accountant.steps == 50 + len(loader)
+    assert engine.get_epsilon(1e-5) > before
+    with pytest.raises(TypeError, match="accountant is a str"):
+        engine.accountant = "rdp"
+
+
+def test_a_step_that_was_broken_off_is_not_taken_again(monkeypatch):
+    """It counts; and who tries it again is told why there is nothing to step on, not that a learning rate moved."""
+    engine, model, optimizer, loader = private()
+    finish, broken = engine.training.mechanism.finish, []
+
+    def interrupted(batch):
+        if not broken:
+            broken.append(batch)
+            raise KeyboardInterrupt
+        return finish(batch)
+
+    monkeypatch.setattr(engine.training.mechanism, "finish", interrupted)
+    before = model[3].weight.detach().clone()
+    x, y = next(batches := iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="without a backward pass"):
+        optimizer.step()
+    assert torch.equal(model[3].weight, before)
+    x, y = next(batches)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert engine.accountant.steps == 2

@@ -61,9 +61,29 @@ class PrivacyEngine:
         if (secure or secure_mode) and seed is not None:
             raise ValueError("secure=True and seed= exclude each other: seeded noise can be drawn again by anyone")
         self.method, self.secure, self.seed, self.run_id = method, secure or secure_mode, seed, run_id
-        self.accountant = accounting.Accountant()
+        self._accountant = accounting.Accountant()
         self.training: PrivateTraining | None = None
         self.distributed, self._made = distributed, 0
+        #: whether some training records with the accountant
+        self._recorded = False
+
+    @property
+    def accountant(self) -> accounting.Accountant:
+        """What was released. One with a history (`from_opacus`) may take its place before anything is private."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, accountant: accounting.Accountant) -> None:
+        """Trainings record with the one that they began with: `get_epsilon` of another would not count them."""
+        if not isinstance(accountant, accounting.Accountant):
+            raise TypeError(f"accountant is a {type(accountant).__name__}; give an erlangen.accounting.Accountant")
+        if self._recorded:
+            raise RuntimeError(
+                f"this engine's trainings are recorded by the accountant that it has ({self._accountant.steps} releases), and with "
+                "another one get_epsilon would leave them out. Set engine.accountant before make_private; to go on from a saved "
+                "history, engine.accountant.load_state_dict(state) or engine.load_checkpoint(path=…)"
+            )
+        self._accountant = accountant
 
     def make_private(
         self,
@@ -124,6 +144,7 @@ class PrivacyEngine:
             seed=self.seed, run_id=run_id, secure=self.secure,
             workers=workers,
         )  # fmt: skip
+        self._recorded = True
         return module, optimizer, self.training.loader
 
     def make_private_with_epsilon(

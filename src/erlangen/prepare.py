@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from erlangen import joint, sharded
 from erlangen.accounting import Accountant, Protected
 from erlangen.accounting.protected import NAMELESS
 from erlangen.gradients.attach import attach, detach, is_attached, refuse_set_forwards, remark_on_swallowed
+from erlangen.gradients.fewer import check_parts
 from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
 from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_type
 from erlangen.gradients.memory import attributes_untouched, untouched
@@ -94,8 +96,10 @@ def prepare(
     if check and not apart:
         refuse_mixing(data_loader, units.grouped)
         _check(module, data_loader, tried, criterion, loss_reduction, batch_first)
+        if limit is not None and limit < len(dataset):
+            _check_parts(tried)
     elif criterion is not None and check:
-        _check_loss(criterion, [], loss_reduction)
+        _check_loss(criterion, [], loss_reduction, 0)
     elif criterion is not None:
         check_loss(criterion, torch.zeros(1), None, loss_reduction)
     training = PrivateTraining(module, optimizer, tape, built, sampler, accountant, denoiser, workers)
@@ -204,13 +208,13 @@ def _check(
             _check_forms([form for form, _ in found], batch_first)
         _check_padding(module, loader)
     if criterion is not None:
-        _check_loss(criterion, found, reduction)
+        _check_loss(criterion, found, reduction, 4 * (loader.batch_size or 0) + 16)  # Poisson batches are not much longer
 
 
-def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str) -> None:
+def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str, rows: int) -> None:
     """By experiment where the loss can be computed on made-up answers, else by its type; what is left is said."""
     # a network that learns its own inputs has nothing left of a batch
-    if any(check_some_loss(criterion, out, form.targets or form.inputs, reduction) for form, out in found):
+    if any(check_some_loss(criterion, out, form.targets or form.inputs, reduction, rows) for form, out in found):
         return
     refuse_by_type(criterion, reduction)
     name = getattr(criterion, "__name__", type(criterion).__name__)
@@ -238,6 +242,19 @@ def _check_forms(found: list[Form], batch_first: bool) -> None:
             if form is found[-1]:
                 raise
             not_checked(f"called with {form}, it raised {type(error).__name__} ({str(error)[:80]})", stacklevel=6)
+
+
+def _check_parts(tried: list[Form]) -> None:
+    """How many parts a batch is cut into must not show; a module that could not be called was said."""
+    with contextlib.suppress(Exception):
+        tried = [form for form, _ in fitting(tried)]
+    for form in tried:
+        try:
+            check_parts(form.call, form.inputs)
+        except MixesSamples:
+            raise
+        except Exception:  # its own call will tell
+            continue
 
 
 def _check_padding(module: nn.Module, loader: DataLoader) -> None:

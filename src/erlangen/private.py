@@ -133,6 +133,8 @@ class PrivateTraining:
         backward, used = self.tape.complete, not self._there or self.tape.called == self.tape.batch
         self._tickets.draw(source, self.tape.next_batch(), backward, used)
         self.tape.logical += first
+        if first:
+            self._options = []
         self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
         self._by_hand = source is None and not self.own_draws
         self.tape.rows, self._last, self.summed = rows, last, False
@@ -193,7 +195,7 @@ class PrivateTraining:
             return
         value = lambda v: v.tolist() if isinstance(v, torch.Tensor) else v  # noqa: E731
         now = [{k: value(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        if self._pending and now != self._options:
+        if self._pending and self._options not in ([], now):  # none: one part, whose step was broken off and is tried again
             raise RuntimeError(_RATE_BETWEEN_PARTS)
         self._options = now
 

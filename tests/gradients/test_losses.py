@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import erlangen
 from erlangen.gradients.independence import MixesSamples, check_independence
 from erlangen.gradients.losses import check_loss, check_some_loss
+from tests.engines import private
 
 
 def test_losses():
@@ -229,3 +230,41 @@ def test_labels_of_several_parts_are_exchanged_too():
     with pytest.raises(MixesSamples):
         check_loss(lambda z, y: nn.functional.cross_entropy(z, y["y"], weight=WEIGHTS), z, labels, "mean")
     check_loss(lambda z, y: nn.functional.cross_entropy(z, y["y"]), z, labels, "mean")
+
+
+def hardest(k):
+    def loss(z, y):
+        return nn.functional.cross_entropy(z, y, reduction="none").topk(min(k, len(z))).values.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("k", [3, 8, 20])
+def test_a_choice_of_the_hardest_records_is_refused(k):
+    """Of the three answers on which a loss is looked at first, the k hardest are all of them. In a batch a record that comes in
+    sends another one out: two clipped gradients move."""
+    z, y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 4
+
+    def chosen(rows):
+        leaf = z[:rows].clone().requires_grad_()
+        hardest(k)(leaf, y[:rows]).backward()
+        return nn.functional.normalize(leaf.grad)  # clipped at 1, as all these are longer than the bound
+
+    moved = max(float((chosen(n)[: n - 1] - chosen(n - 1)).norm()) for n in range(k + 2, 31))
+    assert moved > 0.99  # beside the newcomer's own gradient
+    with pytest.raises(MixesSamples, match="a choice of its hardest records"):
+        private(criterion=hardest(k), loss_reduction="sum")
+
+
+def test_more_rows_are_no_false_alarm(recwarn):
+    for reduction in ("mean", "sum"):
+        for options in ({}, {"label_smoothing": 0.1}):
+            private(criterion=nn.CrossEntropyLoss(reduction=reduction, **options), loss_reduction=reduction)
+    y = torch.rand(7, 5)
+    for loss in (nn.MSELoss(), nn.SmoothL1Loss(), nn.BCEWithLogitsLoss(), nn.HuberLoss(), nn.GaussianNLLLoss()):
+        many = (lambda z, y, loss=loss: loss(z, y, torch.ones_like(z))) if isinstance(loss, nn.GaussianNLLLoss) else loss
+        assert check_some_loss(many, torch.randn(7, 5), [y], "mean", 5000)
+    assert check_some_loss(nn.MSELoss(), torch.randn(7), [torch.rand(7)], "mean", 64)
+    assert check_some_loss(nn.BCELoss(), torch.rand(7, 5), [y], "mean", 64)  # its answers lie between 0 and 1
+    large = torch.randn(3, 8, 300, 300)  # as many rows as memory is taken for
+    assert check_some_loss(nn.MSELoss(), large, [torch.zeros_like(large)], "mean", 1000)

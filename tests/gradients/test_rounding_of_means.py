@@ -227,3 +227,15 @@ def test_units_have_private_sizes_in_shuffled_batches_too():
         unit=[k // 2 for k in range(16)], **options,
     )  # fmt: skip
     assert made.training.tape.private_sizes
+
+
+def test_a_record_that_is_not_finite_stops_nobody():
+    """Where all others are answered with certainty, what comes back is zero but for one record's nan, whose last bits are zero."""
+    training = engine("mean")
+    x = 1e6 * torch.ones(5, 8)
+    certain = training.module(x).argmax(1)
+    x[2] = torch.nan
+    training.announce(RowMap.regular(5), True, False)
+    F.cross_entropy(training.module(x), certain).backward()
+    training.optimizer.step()
+    assert all(not bool(t.any()) for t in training.mechanism.clipped_sum().values())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
+from erlangen.gradients.fewer import MixesSamples
 from erlangen.gradients.tape import Tape
 
 _ROW_BY_ROW: set[type[nn.Module]] = set()
@@ -122,6 +123,7 @@ class _Run:
 
     def _forward_by_row(self, copies: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         leaves, outputs = [], []
+        before = self._versions()
         with torch.enable_grad():
             for r in range(max(self.rows, 1)):  # an empty batch runs on one made-up row, to learn the output's shape
                 rows = [t[r].detach() if self.rows else t.new_zeros(t.shape[1:]) for t in inputs]
@@ -129,6 +131,7 @@ class _Run:
                 params = {k: p.detach().clone().requires_grad_() for k, p in self.parameters.items()}
                 leaves.append((params, rows))
                 outputs.append(self.one_row(params, *rows))
+        self._refuse_counted(before)
 
         def pull(cotangents: tuple[Tensor, ...]) -> tuple[Any, ...]:
             grads = []
@@ -150,6 +153,20 @@ class _Run:
         self._pull = pull
         with torch.no_grad():
             return tuple(torch.stack(column)[: self.rows].detach() for column in zip(*outputs, strict=True))
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(b), b._version) for name, b in self.module.named_buffers()}
+
+    def _refuse_counted(self, before: dict[str, tuple[int, int]]) -> None:
+        """A buffer that changes with every row knows how many there were, and every row's weights how many came before."""
+        moved = next((name for name, version in self._versions().items() if before.get(name) != version), None)
+        if moved is not None:
+            raise MixesSamples(
+                f"{type(self.module).__name__} writes to its buffer {moved!r} in every forward pass (a counter, power iteration "
+                "in spectral_norm), and torch.func cannot batch it: run row by row, the buffer would count the records of each "
+                "batch, and be released with the weights, without noise. Put its own parameters into a small module without that "
+                "buffer, so that layers keep their rules, or drop the buffer."
+            )
 
     def pullback(self, cotangents: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         by_name, *inputs = self._pull(tuple(cotangents))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.draws import Drawn, along
-from erlangen.gradients.memory import Memory, remembered, restore
+from erlangen.gradients.memory import Memory, attributes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
-from erlangen.gradients.trace import Trace, same, trace
+from erlangen.gradients.trace import Trace, own_copies, same, trace
+from erlangen.streams import seed_layers
 
 #: the first and the last record, by their place among those that are watched, and the batch without the one at the other end
 ENDS = ((0, 0, slice(None, -1)), (1, -1, slice(1, None)))
@@ -54,6 +55,41 @@ def check_fewer(
             _check_drawn(module, inputs, start)
             return
         _require_alike_in_fewer(first, second, place)
+
+
+def check_parts(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Whatever a module remembers is the same after one pass and after two: of how many parts a batch is made depends on who was
+    drawn. Weights are moved before, because what follows them (power iteration) may have arrived."""
+    modes = {m: m.training for m in module.modules()}
+    try:
+        with untouched(module), attributes_untouched(module):
+            module.train()
+            seed_layers(0)
+            module(*own_copies(inputs))  # what is made once is there
+            with torch.no_grad():
+                for p in filter(torch.is_floating_point, module.parameters()):
+                    p.add_(torch.randn_like(p), alpha=0.1)
+            after: list[dict[str, Tensor]] = []
+            for _ in range(2):
+                seed_layers(0)
+                module(*own_copies(inputs))
+                after.append({name: t.detach().clone() for name, t in remembered(module)})
+    finally:
+        for m, training in modes.items():
+            m.training = training
+    once, twice = after
+    counted = next((name for name, t in twice.items() if name not in once or not _alike(t, once[name])), None)
+    if counted is not None:
+        raise MixesSamples(
+            f"{counted!r} changes with every forward pass (a counter, power iteration in spectral_norm), and max_physical_batch "
+            "cuts a batch into as many passes as who was drawn makes necessary: it would be released with the weights, without "
+            "noise. Leave max_physical_batch out, so that a step is one pass, or keep nothing between passes."
+        )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """To the last bit; nan is nan."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _some(inputs: tuple[Tensor, ...], part: slice) -> tuple[Tensor, ...]:

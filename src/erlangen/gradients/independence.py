@@ -24,9 +24,11 @@ from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, wat
 from erlangen.gradients.memory import Memory, answers_of, attributes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.tape import Tape
-from erlangen.gradients.trace import alike_if_padded, own_copies, same, trace
+from erlangen.gradients.trace import Call, alike_if_padded, own_copies, same, trace
 from erlangen.streams import seed_layers
 
+#: rows of one more experiment, with so many numbers at most: some modules mix where there are many (chunks of 16, say)
+MANY, MOST_NUMBERS = 33, 1 << 19
 #: how large the other rows are made: a maximum over the batch is seen only if they are larger, a minimum if smaller
 SCALES = (2.0, 50.0, 0.02)
 
@@ -50,8 +52,10 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
                 _check_outputs(module, batch, start)
                 if training:
                     _check_rows(module, batch, start, batch_first)
-        with untouched(module):
+        with untouched(module) as start:
             _check_answers(module, inputs)
+            module.train()
+            _check_many(module, inputs, start)
     finally:
         for m, training in modes.items():
             m.training = training
@@ -83,6 +87,33 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
         if not when:
             check_state(module, after, "is updated from the data")
     check_fewer(module, inputs, first, after, start)
+
+
+def _check_many(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -> None:
+    """In a batch of `MANY`, too, the first and the last row are what they are, whatever the others hold."""
+    rows, _ = _unlike(inputs, min(MANY, MOST_NUMBERS // max(1, sum(t[0].numel() for t in inputs if t.ndim))))
+    if rows <= len(inputs[0]):
+        return
+    batch, ends = tuple(_more_rows(t, rows) for t in inputs), [0, rows - 1]
+
+    def traced(batch: tuple[Tensor, ...], watched: list[int]) -> list[Call]:
+        restore(module, start)
+        try:
+            with attributes_untouched(module):
+                return trace(module, batch, watched).calls
+        except Exception:  # of a module for batches of one size, say: its own call will tell
+            return []
+
+    first = traced(batch, ends)
+    for place, row in enumerate(ends):
+        second = traced(tuple(changed(t, SCALES[0], row) for t in batch), [row])
+        culprit = next((a for a, b in zip(first, second) if not a.same(b, place)), None)
+        if culprit is not None:
+            raise MixesSamples(
+                f"{where(culprit.path, culprit.module)} mixes samples in larger batches: in one of {rows} records its output for "
+                "one changes with the others, and clipping one record's gradient does not bound its influence. Make it treat rows "
+                "independently, however many there are."
+            )
 
 
 def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -323,10 +354,10 @@ class _Watch(Tape):
             )
 
 
-def _unlike(inputs: tuple[Tensor, ...]) -> tuple[int, int]:
+def _unlike(inputs: tuple[Tensor, ...], least: int = 5) -> tuple[int, int]:
     """Two numbers of rows that are no other size of the inputs: a layer that sees tokens first must not seem to see records."""
     sizes = {size for t in inputs for size in t.shape[1:]}
-    few, more = itertools.islice((n for n in itertools.count(5, 2) if n not in sizes), 2)
+    few, more = itertools.islice((n for n in itertools.count(least, 2) if n not in sizes), 2)
     return few, more
 
 

@@ -15,6 +15,10 @@ from erlangen.gradients.independence import SCALES, MixesSamples, changed
 from erlangen.gradients.trace import same
 from erlangen.streams import seed_layers
 
+#: of a batch in which a loss is looked at
+MOST_NUMBERS = 1 << 21
+#: of a loss, answers and labels: (a row, answers and labels in which it is as it was)
+Variants = Callable[[Any, Tensor, Any], Iterator[tuple[int, tuple[Tensor, Any]]]]
 #: PyTorch's own ignore_index, which nobody chose: no class of a whole record has this label, but pixels and tokens may
 UNUSED = -100
 
@@ -30,8 +34,11 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
         )
     if outputs.shape[0] < 2 or not outputs.is_floating_point():
         return
+    _require_own_gradients(criterion, outputs, targets, reduction, _variants)
 
-    criterion = _copied(criterion)
+
+def _gradient(criterion: Callable[[Any, Any], Tensor], reduction: str) -> Callable[[Tensor, Any], Tensor]:
+    """Of each row's own loss, by its answer."""
 
     def gradient(logits: Tensor, labels: Any) -> Tensor:
         logits = logits.detach().clone().requires_grad_()
@@ -40,6 +47,12 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
             seed_layers(0)
             return scale * torch.autograd.grad(criterion(logits, labels), logits)[0]
 
+    return gradient
+
+
+def _require_own_gradients(criterion: Any, outputs: Tensor, targets: Any, reduction: str, variants: Variants) -> None:
+    """Raise if the gradient of a row is another one in any of the ``variants`` of a batch, in which that row is as it was."""
+    gradient = _gradient(_copied(criterion), reduction)
     own = gradient(outputs, targets)
 
     def moves(row: int, batch: tuple[Tensor, Any]) -> bool:
@@ -48,7 +61,7 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
         except Exception:  # a label that this loss has no class for
             return False
 
-    moved = [moves(row, batch) for row, batch in _variants(criterion, outputs, targets)]
+    moved = [moves(row, batch) for row, batch in variants(criterion, outputs, targets)]
     if not same([own], [gradient(outputs, targets)]):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} remembers the batches before: the gradient of one record changes with those of "
@@ -57,16 +70,19 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
     if any(moved):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "
-            "weights and ignored labels under 'mean' do that: they divide by what the batch holds; a wrong loss_reduction "
-            "shows in the same way). Let it add up (reduction='sum') and pass loss_reduction='sum', or take a mean of "
-            "per-sample terms."
+            "weights and ignored labels under 'mean' do that: they divide by what the batch holds; so does a choice of its hardest "
+            "records; a wrong loss_reduction shows in the same way). Let it add up (reduction='sum') and pass loss_reduction='sum'"
+            ", or take a mean of per-sample terms."
         )
 
 
-def check_some_loss(criterion: Callable[[Any, Any], Tensor], answers: Any, left: Sequence[Any], reduction: str) -> bool:
+def check_some_loss(
+    criterion: Callable[[Any, Any], Tensor], answers: Any, left: Sequence[Any], reduction: str, rows: int = 0
+) -> bool:
     """`check_loss` with what the loss most likely gets: of a module's answers all, or one; of what a batch has left, one part.
 
-    The first pair on which it can be computed decides; False where there is none.
+    The first pair on which it can be computed decides; False where there is none. With more ``rows`` than there are answers it is
+    looked at in a batch of so many, too: the k hardest records of three are all of them.
     """
     criterion, guessed = _copied(criterion), not isinstance(answers, Tensor) or len(left) != 1
     if guessed:  # not on a GPU, which never recovers from a label that has no class
@@ -80,8 +96,32 @@ def check_some_loss(criterion: Callable[[Any, Any], Tensor], answers: Any, left:
         for targets in parts:
             if _computes(loss, given, targets, guessed):
                 check_loss(loss, given, targets, reduction)
+                _check_more(loss, given, targets, reduction, rows)
                 return True
     return False
+
+
+def _check_more(criterion: Callable[[Any, Any], Tensor], outputs: Tensor, targets: Any, reduction: str, rows: int) -> None:
+    """In a batch of as many rows, as far as they are not too large: answers near those that there are, with their labels."""
+    count = len(outputs)
+    rows = min(rows, MOST_NUMBERS // max(outputs[0].numel(), 1))
+    if rows <= count or not outputs.is_floating_point():
+        return
+    again = torch.arange(rows, device=outputs.device) % count
+    with torch.random.fork_rng(devices=[]):
+        seed_layers(0)
+        more = outputs[again] + outputs.abs().mean() * torch.randn(rows, *outputs.shape[1:], device="cpu").to(outputs)
+    by_row = lambda t: isinstance(t, Tensor) and t.ndim and len(t) == count  # noqa: E731
+    labels = tree_map(lambda t: t[again.to(t.device)] if by_row(t) else t, targets)
+    if not _computes(criterion, more, labels, False):
+        return
+    length = _gradient(_copied(criterion), reduction)(more, labels).reshape(rows, -1).norm(dim=1)
+    ends = (int(length.argmax()), int(length.argmin()))  # whoever is chosen now, and whoever is not
+
+    def variants(criterion: Any, outputs: Tensor, targets: Any) -> Iterator[tuple[int, tuple[Tensor, Any]]]:
+        return ((row, (changed(outputs, scale, row), targets)) for row in ends for scale in SCALES)
+
+    _require_own_gradients(criterion, more, labels, reduction, variants)
 
 
 def refuse_by_type(criterion: Any, reduction: str) -> None:

@@ -58,9 +58,10 @@ def rounds_products(device: torch.device) -> bool:
 def few_bits(values: Tensor) -> bool:
     """Whether float32 numbers have been 16-bit ones on their way: the last 13 bits of all of them are zero.
 
-    Whole numbers are what a sum sends back, and so few others that chance could have done it say nothing.
+    Whole numbers are what a sum sends back, and so few others that chance could have done it say nothing. Nor do those that are not
+    finite: their last bits are zero, and one record's must not stop a training.
     """
-    if values.dtype != torch.float32 or int((values != values.round()).sum()) < 4:
+    if values.dtype != torch.float32 or int(((values != values.round()) & values.isfinite()).sum()) < 4:
         return False
     return not bool((values.contiguous().view(torch.int32) & 0x1FFF).any())
 

@@ -27,6 +27,7 @@ from erlangen.data import Dataset, load
 from erlangen.data.augment import draw, views
 from erlangen.deploy.averaged import answering
 from erlangen.gradients.attach import remark_on_swallowed
+from erlangen.gradients.fewer import check_parts
 from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap, sent
 from erlangen.gradients.tape import Tape
@@ -178,8 +179,11 @@ class Session:
         refuse_module(self.model)
         remark_on_swallowed(self.model)
         device = next(self.model.parameters()).device
+        made_up = (torch.randn(3, *self.dataset.input_shape, device=device),)
         with torch.no_grad():
-            check_independence(self.model, (torch.randn(3, *self.dataset.input_shape, device=device),))
+            check_independence(self.model, made_up)
+            if self.most_rows is not None and self.most_rows < self.units.rows:
+                check_parts(self.model, made_up)
         noise = SecureNoise() if config.secure else StreamNoise(config.seed, self.run_id)
         rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
         sigma = 1.0 if config.noise_multiplier is None else config.noise_multiplier
