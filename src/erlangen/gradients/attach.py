@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,9 +118,9 @@ def attach(model: nn.Module, tape: Tape) -> None:
         if id(module) not in done:
             done.add(id(module))
             module.__dict__["forward"] = PrivateForward(module, rule, tape)
-    for module, runs in chains(model):
+    for module, _ in chains(model):
         if id(module) not in done:
-            module.__dict__["forward"] = PrivateForward(module, partial(chain, runs), tape)
+            module.__dict__["forward"] = PrivateForward(module, chain, tape)
     for module in model.modules():
         if is_plain_max_pool(module):
             module.__dict__["forward"] = _FasterForward(module, pooled, tape)
