@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -203,13 +203,22 @@ def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:
 
 # --- wrappers ------------------------------------------------------------------------------------------------------
 
-_QUIET = {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+_QUIET = ("require_backward_grad_sync", "require_forward_param_sync")
+
+
+def _shells(module: nn.Module) -> Iterator[nn.Module]:
+    """From the outermost wrapper to what it is about."""
+    yield module
+    if isinstance(module, DistributedDataParallel):
+        yield from _shells(module.module)
+    elif type(module).__name__ == "OptimizedModule":  # what torch.compile returns
+        yield from _shells(module._modules["_orig_mod"])  # type: ignore[arg-type]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside `DistributedDataParallel`, or the module itself; wrappers that hide its layers are refused."""
-    if isinstance(module, DistributedDataParallel):
-        return module.module
+    """The module inside `DistributedDataParallel` and `torch.compile`, or the module itself; wrappers that hide its layers are
+    refused."""
+    *_, module = _shells(module)
     if isinstance(module, DataParallel):
         raise ValueError(
             "nn.DataParallel copies the module on every call: per-sample gradients of the copies are lost. Start one "
@@ -223,12 +232,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def silence(module: nn.Module) -> dict[str, Any]:
+def silence(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Stop DDP's own all-reduce: it would average what is already the same everywhere, and wait for equal counts of
     forward passes. Returns what to set again."""
-    if not isinstance(module, DistributedDataParallel):
-        return {}
-    before = {name: getattr(module, name) for name in _QUIET}
-    for name, value in _QUIET.items():
-        setattr(module, name, value)
+    found = [m for m in _shells(module) if isinstance(m, DistributedDataParallel)]
+    before: list[tuple[nn.Module, str, Any]] = [(m, name, getattr(m, name)) for m in found for name in _QUIET]
+    for m, name, _ in before:
+        setattr(m, name, False)
     return before

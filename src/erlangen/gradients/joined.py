@@ -1,9 +1,9 @@
 """Layers that follow each other in a chain, run as one kernel on a GPU: [activation] norm [activation] [2×2 max pool].
 
-A chain (`nn.Sequential`, or a subclass with its forward) is read at every pass, so that layers may be exchanged; wherever such
-a run of layers begins and the tensor suits the kernel, the run is one launch each way instead of a dozen passes over the map.
-Elsewhere the layers run as they are. `attach` uses this for private training; `join` does the same for ordinary training and evaluation, so that
-both sides of a comparison are equally fast.
+A chain (`nn.Sequential`, or a subclass with its forward) is read at every pass, so that layers may be exchanged; wherever
+such a run of layers begins and the tensor suits the kernel, the run is one launch each way instead of a dozen passes over
+the map. Elsewhere the layers run as they are. `attach` uses this for private training; `join` does the same for ordinary
+training and evaluation, so that both sides of a comparison are equally fast.
 """
 
 from __future__ import annotations
