@@ -134,6 +134,7 @@ DIFFERENT = {
     "split": lambda rank: ({"seed": 0}, {}),
     "order": lambda rank: ({"seed": 0}, {}),
     "files": lambda rank: ({"seed": 0}, {}),
+    "two of many": lambda rank: ({"seed": 0}, {}),
 }  # fmt: skip
 
 
@@ -161,6 +162,8 @@ def started(workers: Workers) -> dict[str, str]:
             records = Subset(records, places.tolist()) if name == "split" else TensorDataset(records[:][0][places])
         if name == "files":
             records = Files(torch.randperm(8, generator=torch.Generator().manual_seed(workers.rank)).tolist())
+        if name == "two of many":  # none of the records that are read
+            records = Files([*range(51), *((52, 51) if workers.rank else (51, 52)), *range(53, 160)])
         loader = DataLoader(records, batch_size=2)
         options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
         try:

@@ -259,7 +259,7 @@ def _check_padding(module: nn.Module, loader: DataLoader) -> None:
         short, long = (places[sizes.index(size)] for size in (min(sizes), max(sizes)))
         alone, again = (batch(short, short)[:1] for _ in range(2))
         beside, longs = batch(short, long), batch(long, long)
-        row = int(torch.equal(beside[0], longs[0]))  # a collate function may sort: the short one is the row that is not the long one
+        row = int(torch.equal(beside[0], longs[0]))  # the short one's: a collate function may have sorted them
     except Exception:  # its own call will tell
         return
     if not torch.equal(alone, again):  # drawn by a generator of its own

@@ -114,9 +114,9 @@ def refuse_mixing(loader: DataLoader, grouped: bool) -> None:
 
 
 _REORDERED = (
-    "{what} puts records into an order of its own (sorted by length?): with unit= a row is its unit's by its place, and a unit could "
-    "move as many clipped gradients as it has records. Keep the order of the records (pack_padded_sequence(…, enforce_sorted=False) "
-    "needs no other)"
+    "{what} puts records into an order of its own (sorted by length?): with unit= a row is its unit's by its place, and a unit "
+    "could move as many clipped gradients as it has records. Keep the order of the records (pack_padded_sequence(…, "
+    "enforce_sorted=False) needs no other)"
 )
 
 
