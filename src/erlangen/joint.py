@@ -153,7 +153,7 @@ def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:
 
 # --- wrappers ------------------------------------------------------------------------------------------------------
 
-_QUIET = ("require_backward_grad_sync", "require_forward_param_sync")
+_QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "static_graph")
 
 
 def _shells(module: nn.Module) -> Iterator[nn.Module]:
