@@ -131,7 +131,7 @@ def require_alike(
     """Everybody clips to the same bound, draws from the same stream and divides the same units; or everybody raises.
 
     Seeds that differ by rank would draw a batch of its own on every worker, and a record could be in several of them; so it
-    could where a record has another index on another worker: what is in memory says so, and with ``read`` a few of the records.
+    could where a record has another index on another worker, which with ``read`` is looked for.
     """
     if workers.alone:
         return

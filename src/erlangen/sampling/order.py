@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -18,8 +19,8 @@ from erlangen.sampling.records import LOOKED_AT, seeded
 
 
 def order_of(dataset: Any, read: bool = True, within: tuple[Any, ...] = ()) -> str:
-    """Indices of subsets, tensors in memory, what other data sets keep of every record (lists of files and of labels, arrays), and
-    a few of their records (one that shuffles its files for itself has another order in every process)."""
+    """Indices of subsets, tensors in memory; with ``read`` also what other data sets keep of every record (lists of files and of
+    labels, arrays), and a few of their records (one that shuffles its files for itself has another order in every process)."""
     if isinstance(dataset, Subset):
         indices = torch.as_tensor([int(k) for k in dataset.indices], dtype=torch.int64)
         return f"{_digest(indices)} of {order_of(dataset.dataset, read, within)}"
@@ -27,15 +28,18 @@ def order_of(dataset: Any, read: bool = True, within: tuple[Any, ...] = ()) -> s
         return " and ".join(order_of(part, read, within) for part in dataset.datasets)
     if isinstance(dataset, TensorDataset):
         return f"{len(dataset)} {[_digest(t) for t in dataset.tensors if t.layout is torch.strided]}"
-    return f"{len(dataset)} {type(dataset).__name__} {list(_kept(dataset, within))} {_looked_at(dataset) if read else ''}"
+    kept = [*_kept(dataset, within)] if read else []
+    seen = _looked_at(dataset) if read and not within else ""  # who holds it reads it
+    return f"{len(dataset)} {type(dataset).__name__} {kept} {seen}"
 
 
 def _kept(dataset: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
     """Of data sets inside, and of attributes with an entry for each record. Arrays on disk are not read."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        if isinstance(value, Dataset) and hasattr(value, "__len__"):
-            if not any(value is outer for outer in (dataset, *within)):
-                yield f"{name}: {order_of(value, False, (dataset, *within))}"
+        if isinstance(value, Dataset):
+            with suppress(TypeError, NotImplementedError):  # of those without a length
+                if not any(value is outer for outer in (dataset, *within)):
+                    yield f"{name}: {order_of(value, True, (dataset, *within))}"
         elif isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim):
             yield f"{name}: {_entries(value) if len(value) == len(dataset) else ''}"
 
