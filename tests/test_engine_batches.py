@@ -221,7 +221,7 @@ def test_collate_functions_that_treat_each_record_by_itself_are_accepted():
     }  # fmt: skip
     for collate in by_row.values():
         private(records(), collate_fn=collate)
-    with pytest.raises(ValueError, match="rows of others"):  # whose row it is would be a guess
+    with pytest.raises(ValueError, match="order of its own"):  # whose row it is would be a guess
         private(records(), collate_fn=by_row["sorted"], unit=[k // 2 for k in range(12)], batch=6)
     lefts = lambda rows: nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True, padding_side="left")  # noqa: E731
     private(Sequences([3, 4, 2, 9, 3, 5]), Reads(last=False), collate_fn=lambda rows: (lefts(rows), padded(rows)[1]))
@@ -249,8 +249,10 @@ def test_rows_that_are_sorted_by_length_are_not_given_to_other_units(longest):
     unit = {"patient": [k // 8 for k in range(64)]}
     with pytest.raises(ValueError, match=r"order of its own.*unit=.*enforce_sorted=False"):
         private(dataset, Reads(last=False), collate_fn=by_length, unit=unit, batch=4)
-    if longest is not None:  # where each record is for itself any order will do
-        private(dataset, Reads(last=False), collate_fn=by_length)
+    private(dataset, Reads(last=False), collate_fn=by_length)  # where each record is for itself any order will do
+    if longest is None:
+        with pytest.raises(MixesSamples, match="length to which its batch is padded"):
+            private(dataset, Reads(last=True), collate_fn=by_length)
     private(dataset, Reads(last=False), collate_fn=padded, unit=unit, batch=4)
 
 

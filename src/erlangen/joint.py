@@ -8,21 +8,17 @@ that is not their own.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from erlangen import sharded
 from erlangen.mechanisms.base import Mechanism
-from erlangen.sampling.records import LOOKED_AT, seeded
+from erlangen.sampling.order import order_of
 from erlangen.sharded import ShardedGaussian
 from erlangen.workers import Workers
 
@@ -135,7 +131,7 @@ def require_alike(
     """Everybody clips to the same bound, draws from the same stream and divides the same units; or everybody raises.
 
     Seeds that differ by rank would draw a batch of its own on every worker, and a record could be in several of them; so it
-    could where a record has another index on another worker, which with ``read`` is looked for in a few of them.
+    could where a record has another index on another worker, which with ``read`` is looked for.
     """
     if workers.alone:
         return
@@ -145,52 +141,6 @@ def require_alike(
         "unit": units.digest(),
         "records, or their order (random_split with a generator of the same seed, lists of files sorted)": order_of(dataset, read),
     })  # fmt: skip
-
-
-def order_of(dataset: Any, read: bool = True) -> str:
-    """What is known of which record is where without reading them all: indices of subsets, tensors in memory, and a few records of
-    any other data set (one that shuffles its files for itself has another order in every process)."""
-    if isinstance(dataset, Subset):
-        indices = torch.as_tensor([int(k) for k in dataset.indices], dtype=torch.int64)
-        return f"{_digest(indices)} of {order_of(dataset.dataset, read)}"
-    if isinstance(dataset, ConcatDataset):
-        return " and ".join(order_of(part, read) for part in dataset.datasets)
-    if isinstance(dataset, TensorDataset):
-        return f"{len(dataset)} {[_digest(t) for t in dataset.tensors if t.layout is torch.strided]}"
-    return f"{len(dataset)} {type(dataset).__name__} {_looked_at(dataset) if read else ''}"
-
-
-def _looked_at(dataset: Any) -> str:
-    """Of records here and there; empty where they cannot be read, or are not the same when they are read again."""
-    seen = min(LOOKED_AT, len(dataset))
-    places = [k * len(dataset) // seen for k in range(seen)]
-
-    def read() -> str:
-        with seeded(0):  # augmented alike everywhere
-            leaves = tree_leaves([dataset[place] for place in places])
-        held = [_digest(torch.as_tensor(t)) if isinstance(t, (Tensor, np.ndarray)) else _value(t) for t in leaves]
-        return hashlib.sha256(repr(held).encode()).hexdigest()
-
-    try:
-        first, again = read(), read()
-    except Exception:  # the loop will tell
-        return ""
-    return first if first == again else ""
-
-
-def _value(leaf: Any) -> Any:
-    """Of a record's part that is no array: itself, or the bytes of an image."""
-    if isinstance(leaf, (str, bytes, int, float, bool, type(None))):
-        return leaf
-    return leaf.tobytes() if hasattr(leaf, "tobytes") else type(leaf).__name__
-
-
-def _digest(t: Tensor) -> str:
-    """Of the bits of a tensor in their order, a part at a time."""
-    found = hashlib.sha256()
-    for part in t.detach().reshape(-1).split(1 << 22):
-        found.update(part.cpu().view(torch.uint8).numpy())
-    return found.hexdigest()
 
 
 def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:
@@ -203,13 +153,22 @@ def refuse_unmerged(mechanism: Mechanism, workers: Workers) -> None:
 
 # --- wrappers ------------------------------------------------------------------------------------------------------
 
-_QUIET = {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+_QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "static_graph")
+
+
+def _shells(module: nn.Module) -> Iterator[nn.Module]:
+    """From the outermost wrapper to what it is about."""
+    yield module
+    if isinstance(module, DistributedDataParallel):
+        yield from _shells(module.module)
+    elif type(module).__name__ == "OptimizedModule":  # what torch.compile returns
+        yield from _shells(module._modules["_orig_mod"])  # type: ignore[arg-type]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside `DistributedDataParallel`, or the module itself; wrappers that hide its layers are refused."""
-    if isinstance(module, DistributedDataParallel):
-        return module.module
+    """The module inside `DistributedDataParallel` and `torch.compile`, or the module itself; wrappers that hide its layers are
+    refused."""
+    *_, module = _shells(module)
     if isinstance(module, DataParallel):
         raise ValueError(
             "nn.DataParallel copies the module on every call: per-sample gradients of the copies are lost. Start one "
@@ -223,12 +182,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def silence(module: nn.Module) -> dict[str, Any]:
+def silence(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Stop DDP's own all-reduce: it would average what is already the same everywhere, and wait for equal counts of
     forward passes. Returns what to set again."""
-    if not isinstance(module, DistributedDataParallel):
-        return {}
-    before = {name: getattr(module, name) for name in _QUIET}
-    for name, value in _QUIET.items():
-        setattr(module, name, value)
+    found = [m for m in _shells(module) if isinstance(m, DistributedDataParallel)]
+    before: list[tuple[nn.Module, str, Any]] = [(m, name, getattr(m, name)) for m in found for name in _QUIET]
+    for m, name, _ in before:
+        setattr(m, name, False)
     return before

@@ -349,15 +349,14 @@ class PrivateTraining:
         for name in _INSTALLED:
             self.optimizer.__dict__.pop(name, None)
         self.optimizer.__dict__.update(self._shadowed)
-        for name, value in self._loud.items():
-            setattr(self._wrapper, name, value)
+        for wrapper, name, value in self._loud:
+            setattr(wrapper, name, value)
 
     def install(self, wrapper: nn.Module | None = None) -> None:
         """From here on the module records and the optimizer steps privately; a DDP ``wrapper`` keeps quiet."""
         if any(p.device.type == "cpu" for p in self.module.parameters()):
             keep_pages()
-        self._wrapper = self.module if wrapper is None else wrapper
-        self._loud = joint.silence(self._wrapper)
+        self._loud = joint.silence(self.module if wrapper is None else wrapper)
         if hasattr(self.tape, "attach"):
             self.tape.attach(self.module)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from erlangen import sharded
+from erlangen import joint, sharded
 from erlangen.accounting import Accountant
 from erlangen.private import PrivateTraining
 from erlangen.training import checkpoint
@@ -24,13 +24,13 @@ KIND = "engine"
 
 def save(path: str | os.PathLike[str], training: PrivateTraining, module: nn.Module, optimizer: Optimizer | None,
          accountant: Accountant, extra: Mapping[str, Any]) -> None:  # fmt: skip
-    """Everything that going on needs. Of several processes the first writes."""
+    """Everything that going on needs, the same whatever is wrapped around the module. Of several processes the first writes."""
     _refuse_sharded(training)
     if training.workers.rank:
         return
     state = {
         "kind": KIND,
-        "module": dict(module.state_dict()),
+        "module": dict(joint.unwrapped(module).state_dict()),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
         "accountant": accountant.state_dict(),
         "mechanism": training.mechanism.state_dict(),
@@ -65,7 +65,7 @@ def load(path: str | os.PathLike[str], training: PrivateTraining, module: nn.Mod
             stacklevel=3,
         )
     accountant.load_state_dict(state["accountant"], training.protected)
-    module.load_state_dict(state["module"])
+    joint.unwrapped(module).load_state_dict(state["module"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     training.set_noise_multiplier(mechanism.noise_multiplier)  # forgets what a batch left behind

@@ -263,6 +263,24 @@ def test_joined_layers_in_ordinary_training_give_the_ordinary_gradients(forced):
     assert type(copy.deepcopy(model)[1].forward) is types.MethodType
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_layers_that_are_exchanged_in_a_joined_chain_are_the_ones_that_run(forced, private):
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(2, 16), nn.ReLU()).to(DEVICE)
+    model = model.to(memory_format=torch.channels_last)
+    x = channels_last(2, 3, 8, 8)
+    if private:
+        attach(model, Tape(dict(model.named_parameters()), "sum"))
+    else:
+        join(model)
+    model(x)
+    model[1], model[2] = nn.GroupNorm(4, 16).to(DEVICE), nn.Tanh()
+    nn.init.normal_(model[1].weight)
+    close(model(x), torch.tanh(model[1](model[0](x))), 1e-5)
+    model[1].register_forward_hook(lambda module, given, out: out + 1)
+    close(model(x), torch.tanh(model[1](model[0](x))), 1e-5)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_transposed_convolution_is_not_taken_for_an_ordinary_one(forced, stride):
     """Its gradients are formed by the native kernel, of the same values that are measured."""

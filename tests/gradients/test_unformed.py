@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -290,11 +291,13 @@ def test_measured_tiles_are_kept_by_device_and_nonsense_is_left_out(monkeypatch,
         tuned.keep("a device", "sums", "64x256x256", mine)
         tuned.keep("another", "norms", "16", tuned.Norms(64, 2, 2))
         assert tuned.weighing(64, 256, 256) == mine
+        assert [file.name for file in tuned.path().parent.iterdir()] == ["kernels.json"]
         assert tuned.norms(16) == tuned.NORMS[16]
         assert not conv_unformed.cheaper(64, 256, 256)
         assert conv_unformed.cheaper(64, 128, 256)
         good = tuned.path().read_text()
         nonsense: list[object] = [{"outputs": 77}, {"outputs": "x"}, 3, {"depth": 1}, None]
+        nonsense += [{**asdict(mine), "outputs": 64.0}, {**asdict(mine), "programs": 792.5}]  # sizes of a launch are whole
         for entry in nonsense:
             table = json.loads(good)
             table["a device"]["sums"]["64x256x256"] = entry

@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +23,16 @@ from erlangen.gradients.tape import Tape
 
 
 class PrivateForward:
-    """Stands in for one module's ``forward`` while gradients are recorded."""
-
-    _torchdynamo_disable = True  # compiled models break the graph here and stay correct
+    """Stands in for one module's ``forward`` while gradients are recorded. Compiled models break the graph here."""
 
     def __init__(self, module: nn.Module, rule: Rule, tape: Tape) -> None:
         self.module, self.rule, self.tape = module, rule, tape
+        self._run = torch.compiler.disable(self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.tape.called = self.tape.batch
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             self.tape.seen_forward = self.tape.batch
@@ -51,12 +52,8 @@ class PrivateForward:
 class _FasterForward(PrivateForward):
     """Of a layer without parameters, whose rule computes the same in less time."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.rule(self.module, self.tape, *args, **kwargs)
-
-
-for _stand_in in (PrivateForward, _FasterForward):
-    _stand_in.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -119,9 +116,9 @@ def attach(model: nn.Module, tape: Tape) -> None:
         if id(module) not in done:
             done.add(id(module))
             module.__dict__["forward"] = PrivateForward(module, rule, tape)
-    for module, runs in chains(model):
+    for module, _ in chains(model):
         if id(module) not in done:
-            module.__dict__["forward"] = PrivateForward(module, partial(chain, runs), tape)
+            module.__dict__["forward"] = PrivateForward(module, chain, tape)
     for module in model.modules():
         if is_plain_max_pool(module):
             module.__dict__["forward"] = _FasterForward(module, pooled, tape)

@@ -1,9 +1,9 @@
 """Layers that follow each other in a chain, run as one kernel on a GPU: [activation] norm [activation] [2×2 max pool].
 
-A chain (`nn.Sequential`, or a subclass with its forward) is read once; wherever such a run of layers begins and the
-tensor suits the kernel, the run is one launch each way instead of a dozen passes over the map. Elsewhere the layers run
-as they are. `attach` uses this for private training; `join` does the same for ordinary training and evaluation, so that
-both sides of a comparison are equally fast.
+A chain (`nn.Sequential`, or a subclass with its forward) is read at every pass, so that layers may be exchanged; wherever
+such a run of layers begins and the tensor suits the kernel, the run is one launch each way instead of a dozen passes over
+the map. Elsewhere the layers run as they are. `attach` uses this for private training; `join` does the same for ordinary
+training and evaluation, so that both sides of a comparison are equally fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -185,9 +184,10 @@ def apply(x: Tensor, norm: NormLayer, spec: NormAct, tape: Tape | None) -> Tenso
     return _Joined.apply(x, weight, bias, norm, spec, record)
 
 
-def chain(found: list[Run], module: nn.Sequential, tape: Tape | None, x: Any) -> Any:
+def chain(module: nn.Sequential, tape: Tape | None, x: Any) -> Any:
     """The forward pass of a chain, its runs joined where the tensor suits them."""
-    layers, starts, at = list(module), {run.start: run for run in found}, 0
+    layers, at = list(module), 0
+    starts = {run.start: run for run in runs(layers)}
     while at < len(layers):
         run = starts.get(at)
         if run is not None and isinstance(x, Tensor) and run.suits(x):
@@ -210,8 +210,8 @@ def chains(model: nn.Module) -> list[tuple[nn.Sequential, list[Run]]]:
 
 def join(model: nn.Module) -> nn.Module:
     """Run joined layers as one kernel in ordinary training and evaluation, where the device can. In place."""
-    for sequence, found in chains(model):
-        sequence.__dict__["forward"] = Plain(sequence, partial(chain, found))
+    for sequence, _ in chains(model):
+        sequence.__dict__["forward"] = Plain(sequence, chain)
     for module in model.modules():
         if is_plain_max_pool(module):
             module.__dict__["forward"] = Plain(module, pooled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,15 +24,21 @@ class Memory(NamedTuple):
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[Memory]:
-    """Parameters, buffers and random states are as they were afterwards."""
+    """Parameters, buffers and random states are as they were afterwards. Inside, what `torch.compile` has compiled runs as it was
+    written: graphs take neither the hooks of an experiment nor a backward pass that is repeated."""
     extra = {path: copy.deepcopy(m.get_extra_state()) for path, m in _with_extra_state(module)}
     start = Memory({name: t.detach().clone() for name, t in _own(module)}, extra)
     devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), _as_written():
         try:
             yield start
         finally:
             restore(module, start)
+
+
+def _as_written() -> contextlib.AbstractContextManager[Any]:
+    """Nothing is compiled where the compiler has not been imported, and importing it takes a while."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

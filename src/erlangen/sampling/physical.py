@@ -96,8 +96,8 @@ def _within(room: int, each: int) -> int:
 
 
 def static_rows(expected: float) -> int:
-    """Rows of padded batches for a Poisson batch of this size: a multiple of 8 that one batch in a billion exceeds.
+    """Rows of padded batches for a Poisson batch of this size: a multiple of 8, six standard deviations above.
 
-    Six standard deviations; a longer batch continues in another physical batch, nothing is cut off.
+    One large batch in a billion exceeds it, a small one in a million; it continues in another physical batch, nothing is cut off.
     """
     return 8 * math.ceil((expected + 6.0 * math.sqrt(expected) + 1.0) / 8)

@@ -113,6 +113,13 @@ def refuse_mixing(loader: DataLoader, grouped: bool) -> None:
         _refuse_reordering(loader)
 
 
+_REORDERED = (
+    "{what} puts records into an order of its own (sorted by length?): with unit= a row is its unit's by its place, and a unit "
+    "could move as many clipped gradients as it has records. Keep the order of the records (pack_padded_sequence(…, "
+    "enforce_sorted=False) needs no other)"
+)
+
+
 def _refuse_reordering(loader: DataLoader) -> None:
     """Rows belong to units by their place. A collate function that sorts (by length, as packed sequences once asked for) gives them
     to others: a unit with k records could move k clipped gradients. Records from all over the data set are more likely to differ
@@ -132,11 +139,7 @@ def _refuse_reordering(loader: DataLoader) -> None:
         return
     same = [t.shape for row in forth for t in row] == [t.shape for row in back for t in row]
     if same and not _unmatched(forth, again, True) and _unmatched(forth, back[::-1], True):
-        raise ValueError(
-            "the collate function puts records into an order of its own (sorted by length?): with unit= a row is its unit's by its "
-            "place, and a unit could move as many clipped gradients as it has records. Keep the order of the records "
-            "(pack_padded_sequence(…, enforce_sorted=False) needs no other)"
-        )
+        raise ValueError(_REORDERED.format(what="the collate function"))
 
 
 def _refuse_mixing(batch: Callable[[list[Any]], Any], base: list[Any], others: list[Any], grouped: bool, what: str) -> None:
@@ -174,6 +177,8 @@ def _refuse_mixing(batch: Callable[[list[Any]], Any], base: list[Any], others: l
                 continue  # padded anew, to the left or to the right: what that does is for the module to show
             strange = _unmatched(before, after, grouped)
             if strange > 1 or (grouped and strange and _equal(before[place], after[place])):
+                if grouped and _unmatched(before, after, False) <= 1:
+                    raise ValueError(_REORDERED.format(what=what))
                 raise ValueError(
                     f"{what} puts a record into the rows of others (mixup, cutmix, a mean over the batch): one record "
                     "would move several clipped gradients. Do it to each record by itself, or on public data"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,19 @@ def keep(device: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> N
     known = _file()
     known.setdefault(device, {}).setdefault(kind, {})[key] = asdict(setting)
     path().parent.mkdir(parents=True, exist_ok=True)
-    path().write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    fresh = path().with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    os.replace(fresh, path())  # who reads meanwhile sees the old file or the new one
     _table.cache_clear()
 
 
 def _entry(kind: str, key: str, of: type) -> Any:
     try:
         found = _table(_device()).get(kind, {}).get(key)
-        setting = None if found is None else of(**found)
-        return setting if setting is not None and setting.sensible() else None
+        if found is None or not all(isinstance(value, int) for value in found.values()):
+            return None
+        setting = of(**found)
+        return setting if setting.sensible() else None
     except (AttributeError, TypeError):
         return None
 
