@@ -12,6 +12,7 @@ summary.json, certificate.json, certificate.md
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -397,10 +398,10 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
 
 
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:
-    weights = {k: t.detach().cpu().contiguous() for k, t in session.weights().items()}
-    checkpoint.write_atomically(folder / "weights.safetensors", to_bytes(weights))
+    weights = to_bytes({k: t.detach().cpu().contiguous() for k, t in session.weights().items()})
+    checkpoint.write_atomically(folder / "weights.safetensors", weights)
     public = session.public_predictions()
     if public is not None:
         public.save(folder)
     write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_certificate(session, folder, ledger)
+    write_certificate(session, folder, ledger, hashlib.sha256(weights).hexdigest())
