@@ -274,6 +274,12 @@ def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callab
         raise checkpoint.CheckpointError(
             f"{saved} does not fit this run: {str(error)[:200] or type(error).__name__}"
         ) from error
+    lost = sum(count for event, count in ledger.pairs() if event == session.training.event()) - session.step_count
+    if lost > 0:
+        say(
+            f"{folder} goes on from step {session.step_count}: {lost} steps more were made or reserved by a process that "
+            "was killed; they stay spent, and fewer may fit into the budget"
+        )
 
 
 def _finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
