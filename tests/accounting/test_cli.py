@@ -163,7 +163,8 @@ def test_verify(call, run_folder):
     epsilon = out["certified"].pop("epsilon")
     assert epsilon == pytest.approx(1.8282, abs=1e-4)
     facts = {"private": True, "delta": 1e-5, "unit": "record", "reasons": [], "randomness": cert.REPRODUCIBLE, "releases": 1000,
-             "non_private": [], "ledger_compared": True, "signed_by": None, "epsilon_with_validation": None}  # fmt: skip
+             "non_private": [], "ledger_compared": True, "weights_compared": None, "signed_by": None,
+             "epsilon_with_validation": None}  # fmt: skip
     assert out == {"file": str(path), "valid": True, "problems": [], "notes": [], "remarks": [], "certified": facts}
     assert call("verify", run_folder, "--json")["file"] == str(path)
     path.write_text(path.read_text().replace('"pld": 1.8', '"pld": 1.7'))

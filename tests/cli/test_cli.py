@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from erlangen.cli import manners
 from erlangen.cli.main import app
 from erlangen.training.config import TrainConfig
 from tests.starting import cpu_seconds
@@ -252,3 +254,9 @@ def test_a_worker_ends_without_tearing_the_interpreter_down(words, code, said):
         assert done.returncode == code
         assert said in done.stdout + done.stderr
         assert ("torn down" in done.stdout) == (workers == "1")
+
+
+def test_a_full_disk_gets_a_cure():
+    words = manners._words(OSError(errno.ENOSPC, "No space left on device", "run/checkpoint.safetensors"))
+    assert words.startswith("run/checkpoint.safetensors: No space left on device; make room")
+    assert "--resume" in words

@@ -69,6 +69,16 @@ def test_folders_and_arrays_refuse_a_patient_in_both_parts_in_another_spelling(t
     assert any("of its own" in note for note in from_arrays("a", arrays, "patient").notes)
 
 
+def test_test_images_of_nobody_known_are_said(tmp_path):
+    """Names of another kind in test/ were not compared with those of train/, and nobody was told."""
+    for part, name in (("train", "p1_a"), ("train", "p2_a"), ("test", "scan_p1")):
+        for k, kind in enumerate(("c0", "c1")):
+            picture(tmp_path / part / kind / f"{name}{k}.png", 40 * k + len(name) + (part == "test"))
+    (note,) = [note for note in load(tmp_path, "patient", unit_pattern="^(p[0-9]+)_").notes if "no patient by which" in note]
+    assert note.startswith("2 of 2 test images")
+    assert "c0/scan_p10.png" in note
+
+
 def test_a_table_in_another_encoding_gets_a_cure(tmp_path):
     picture(tmp_path / "d" / "c0" / "a.png", 1)
     picture(tmp_path / "d" / "c1" / "b.png", 2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from erlangen.accounting.certificate_check import verify
+from erlangen.accounting.certificate_check import examine, verify
+from erlangen.accounting.certificate_text import in_one_line
 from erlangen.data import from_torch, load
 from erlangen.data.arrays import from_arrays
 from erlangen.data.base import Dataset
@@ -180,3 +183,26 @@ def test_a_weak_guarantee_is_said_once_before_it_is_spent(options, said, tmp_pat
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
     assert not any("\n" in remark for remark in found)
+
+
+def test_the_certificate_names_its_weights_and_no_others_verify(tmp_path):
+    """A model that was trained elsewhere, without noise, say, could be handed on beside the certificate of this one."""
+    for name in "ab":
+        train(CONFIG, tmp_path / name, dataset=from_arrays("arrays", arrays(1)), say=lambda text: None)
+    path, weights = tmp_path / "a" / "certificate.json", tmp_path / "a" / "weights.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert json.loads(path.read_text())["weights"] == digest
+    assert digest in path.with_suffix(".md").read_text()
+    facts = examine(path).certified
+    assert facts is not None
+    assert facts["weights_compared"] is True
+    shutil.copy(tmp_path / "b" / "weights.safetensors", weights)
+    (problem,) = verify(path)
+    assert "weights.safetensors is not the model of this certificate" in problem
+    assert digest in problem
+    weights.unlink()
+    alone = examine(path)
+    assert not alone.problems
+    assert alone.certified is not None
+    assert alone.certified["weights_compared"] is False
+    assert "; no weights compared; " in in_one_line(alone.certified)

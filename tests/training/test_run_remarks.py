@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from erlangen.accounting.ledger import Ledger
 from erlangen.training import run
 from erlangen.training.config import ConfigError
 from tests.training.test_run import SMALL
@@ -25,3 +26,16 @@ def test_what_a_replaced_run_spent_is_said(tmp_path):
 def test_an_infinite_target_is_named_before_the_records_are_read():
     with pytest.raises(ConfigError, match="epsilon is inf; give a finite"):
         dataclasses.replace(SMALL, epsilon=float("inf"))
+
+
+def test_steps_that_a_killed_process_made_are_said(tmp_path):
+    """The run stopped short of its steps for a budget that nobody had seen spent."""
+    said: list[str] = []
+    run.train(SMALL, tmp_path / "run", say=said.append)
+    run.resume(tmp_path / "run", say=said.append)
+    assert not any("stay spent" in words for words in said)
+    with Ledger.open(tmp_path / "run" / "ledger.jsonl") as ledger:
+        ledger.spend(ledger.book.releases[0], 3)
+    run.resume(tmp_path / "run", say=said.append)
+    (words,) = [words for words in said if "stay spent" in words]
+    assert "goes on from step 8: 3 steps more were made or reserved" in words

@@ -35,7 +35,8 @@ PUBLIC_NUMBERS = (
 )
 
 FACTS = (
-    "sampler", "mechanism", "data_size", "secure", "non_private", "not_covered", "audit", "expected_batch", "config"
+    "sampler", "mechanism", "data_size", "secure", "non_private", "not_covered", "audit", "expected_batch", "config",
+    "weights"
 )  # fmt: skip
 """Keys of the run facts that `build` understands; each is optional."""
 
@@ -89,6 +90,7 @@ def build(book: Book, delta: float, facts: Mapping[str, Any] | None = None) -> d
         "config": told.get("config"),
         "software": software(),
         "ledger": {"head": book.head, "settled": book.settled, "notes": list(book.notes)},
+        **({"weights": told["weights"]} if told.get("weights") else {}),
     }
 
 

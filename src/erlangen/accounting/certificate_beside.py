@@ -1,4 +1,4 @@
-"""What lies beside a certificate and speaks of it: the page for people, and what was released after it was written.
+"""What lies beside a certificate: the weights it speaks of, the page for people, and what was released after it was written.
 
 Whoever signs off a model reads the page, not the JSON; so the page is rendered again and compared. Private validation has a
 ledger of its own, which the certificate of the training does not count.
@@ -6,6 +6,7 @@ ledger of its own, which the certificate of the training does not count.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -40,6 +41,29 @@ def page_problems(path: Path, document: Mapping[str, Any]) -> list[str]:
             again = f"write it again with: erlangen inspect {quote(str(path))} > {quote(str(page))}"
             return [f"{page} is not the page of this certificate: line {number} {what}, and {cure}; {again}"]
     return []
+
+
+def weights_beside(path: Path, document: Mapping[str, Any]) -> tuple[bool | None, list[str]]:
+    """(whether the weights beside the certificate at `path` were compared, the problem if they are others).
+
+    None where it names no weights, as those of earlier versions and of a ledger alone; False where it travels without them.
+    """
+    weights = path.parent / "weights.safetensors"
+    if "weights" not in document:
+        return None, []
+    if not weights.exists():
+        return False, []
+    try:
+        digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    except OSError as error:
+        return False, [f"{weights} cannot be read, and may be any model: {error.strerror}"]
+    if digest == document["weights"]:
+        return True, []
+    stated = document["weights"][:64]
+    return True, [
+        f"{weights} is not the model of this certificate: its SHA-256 is {digest}, and should be {stated}; restore the file, or "
+        "treat the model as not private"
+    ]
 
 
 def validated(

@@ -22,7 +22,7 @@ from .certificate import (
     load,
     software,
 )
-from .certificate_beside import page_problems, validated
+from .certificate_beside import page_problems, validated, weights_beside
 from .certificate_text import certified
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
@@ -56,6 +56,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "software": (dict,),
     "ledger": (dict,),
 }
+_OPTIONAL: dict[str, tuple[type, ...]] = {"weights": (str,)}
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,14 @@ def examine(
     beside = Path(path).parent / "ledger.jsonl"
     found = Path(ledger) if ledger is not None else beside if beside.exists() or copy_path(beside).exists() else None
     verdict = _judge(document, public_key, found, single_copy)
-    if page and not verdict.problems:  # the page of a certificate that does not hold is no matter
-        verdict = replace(verdict, problems=tuple(page_problems(Path(path), document)))
-    if verdict.problems:
+    if verdict.problems:  # what lies beside a certificate that does not hold is no matter
         return verdict
+    compared, others = weights_beside(Path(path), document)
+    if problems := [*others, *(page_problems(Path(path), document) if page else [])]:
+        return replace(verdict, problems=tuple(problems))
     both, words = validated(Path(path), document, _releases(document["releases"])[0], single_copy)
     remarks = tuple(remark for remark in (None if found else ALONE, words) if remark)
-    facts = {**certified(document, found is not None), "epsilon_with_validation": both}
+    facts = {**certified(document, found is not None, compared), "epsilon_with_validation": both}
     return replace(verdict, remarks=remarks, certified=facts)
 
 
@@ -151,9 +153,9 @@ def _shape(document: Mapping[str, Any]) -> list[str]:
     if document.get("schema") != SCHEMA or document.get("version") != VERSION:
         return [f"not a version {VERSION} {SCHEMA} document"]
     missing = sorted(set(_FIELDS) - set(document))
-    extra = sorted(set(document) - set(_FIELDS) - {"signature"})
+    extra = sorted(set(document) - set(_FIELDS) - set(_OPTIONAL) - {"signature"})
     problems = [f"field {name!r} is missing" for name in missing] + [f"unknown field {name[:40]!r}" for name in extra]
-    for name, types in _FIELDS.items():
+    for name, types in {**_FIELDS, **_OPTIONAL}.items():
         value = document.get(name)
         if name in document and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
             problems.append(f"field {name!r} has the wrong type")

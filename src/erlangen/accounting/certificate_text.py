@@ -38,8 +38,8 @@ def headline(certificate: Mapping[str, Any]) -> str:
     return f"(ε, δ) = ({promised(g['best_epsilon'])}, {promised(certificate['delta'])}) differential privacy{use}."
 
 
-def certified(certificate: Mapping[str, Any], ledger: bool) -> dict[str, Any]:
-    """What was verified, as plain facts; `ledger` says whether the releases were compared with one."""
+def certified(certificate: Mapping[str, Any], ledger: bool, weights: bool | None) -> dict[str, Any]:
+    """What was verified, as plain facts; `ledger` and `weights` say whether these were compared (None: none are named)."""
     g, signature = certificate["guarantee"], certificate.get("signature")
     return {
         "private": g["private"],
@@ -51,6 +51,7 @@ def certified(certificate: Mapping[str, Any], ledger: bool) -> dict[str, Any]:
         "releases": certificate["steps"],
         "non_private": list(certificate["non_private"]),
         "ledger_compared": ledger,
+        "weights_compared": weights,
         "signed_by": signature["public_key"] if signature else None,
     }
 
@@ -67,6 +68,8 @@ def in_one_line(facts: Mapping[str, Any]) -> str:
     if facts["non_private"]:
         parts.append(f"without any guarantee: {', '.join(map(_line, facts['non_private']))}")
     parts.append("ledger compared" if facts["ledger_compared"] else "no ledger compared")
+    if facts["weights_compared"] is not None:
+        parts.append("weights compared" if facts["weights_compared"] else "no weights compared")
     parts.append(f"signed by {facts['signed_by'][:16]}" if facts["signed_by"] else "not signed")
     return "; ".join(parts)
 
@@ -100,6 +103,7 @@ def _rows(c: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("releases", c["steps"]),
         ("data", f"{c['data']['size'] or 'unknown'} records, fingerprint {c['data']['fingerprint'] or 'unknown'}"),
         ("treated as public", c["data"]["note"]),
+        *([("weights", f"weights.safetensors, SHA-256 {c['weights']}")] if "weights" in c else []),
         ("randomness", c["randomness"]),
         ("audit", _facts(c.get("audit") or "none")),
         ("ledger", "; ".join(c["ledger"]["notes"]) or "intact"),

@@ -114,13 +114,13 @@ def overlapping(spent: Sequence[Spent]) -> Spent:
 
 def with_training(training: Book | None, validated: Book, delta: float) -> tuple[float, str | None]:
     """ε of a record that was trained on and validated on, too: ∞ where nobody knows what training cost, or where it protected
-    another unit, which promises nothing to a single record of it. And why."""
+    another unit, whose ε is not that of a single record of it. And why."""
     if training is None:
         return math.inf, "the run has no ledger that says what training cost"
     both = Spent(training.data or UNKNOWN, (training, validated))
     others = sorted(set(both.units) - {"record"})
     if others:
-        return math.inf, f"training protected each {others[0]} as a whole, which promises nothing to single records"
+        return math.inf, f"training protected each {others[0]} as a whole, and its ε is not that of a single record"
     try:
         return both.epsilon(delta), None
     except AccountingError:

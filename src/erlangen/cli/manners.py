@@ -6,6 +6,7 @@ has printed its own object (`verify` and its problems) ends with ``typer.Exit(co
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -107,7 +108,9 @@ def _name_value(error: Any, arguments: Sequence[str]) -> None:
 def _words(error: Exception) -> str:
     text = str(error).strip()
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "; make room, and give the command again (a run goes on with erlangen train --resume RUN)" if full else ""
+        return f"{error.filename}: {error.strerror}{cure}"
     if isinstance(error, MemoryError):
         return "out of memory; use a smaller --physical-batch" + (f" ({text})" if text else "")
     if not text or isinstance(error, (KeyError, IndexError, AttributeError, AssertionError)):  # not written for people

@@ -69,7 +69,7 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     _refuse_empty(train, classes, root)
     if unit is not None:
         unit_labels = np.array(owners(train.files, train.root, unit, options))
-        _refuse_shared_owners(unit_labels, test, unit, options)
+        _refuse_shared_owners(unit_labels, test, unit, options, notes)
     names = [str(path.relative_to(root)) for path in train.files]
     if unit is not None and unit_labels is not None:
         remark_on_ids(unit_labels.tolist(), names, unit, notes)
@@ -262,11 +262,20 @@ def _format(parts: list[_Part], options: DataOptions) -> Preprocessing:
     return Preprocessing(1 if grey else 3, height, width, mean, std, resize=resize, white=options.white)
 
 
-def _refuse_shared_owners(train: np.ndarray, test: _Part | None, unit: str, options: DataOptions) -> None:
+def _refuse_shared_owners(
+    train: np.ndarray, test: _Part | None, unit: str, options: DataOptions, notes: list[str]
+) -> None:
     """The test set is public: whoever has images there has no privacy to protect in training."""
     if test is None:
         return
-    shared = in_both(train.tolist(), owners(test.files, test.root, unit, options, strict=False))
+    ids = owners(test.files, test.root, unit, options, strict=False)
+    without = [path for path, owner in zip(test.files, ids, strict=True) if not owner]
+    if without:
+        notes.append(
+            f"{len(without)} of {len(ids)} test images have no {unit} by which to see whether they are of somebody in train "
+            f"({named(without, test.root)}): whoever is in both is not protected"
+        )
+    shared = in_both(train.tolist(), ids)
     if shared:
         raise DataError(
             f"{len(shared)} {unit}(s) have images in train and in {test.root.name} ({', '.join(shared[:3])}): the "

@@ -51,8 +51,8 @@ def _planned(session: Session) -> float:
     return epsilon(releases, config.delta)
 
 
-def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
-    """``certificate.json`` and its one-page rendering, from the ledger and the facts of the run."""
+def write_certificate(session: Session, folder: Path, ledger: Ledger, weights: str) -> None:
+    """``certificate.json`` and its one-page rendering, from the ledger, the facts of the run and its weights' SHA-256."""
     config, mechanism = session.config, session.training.mechanism
     audited = folder / "audit.json"
     assert config.delta is not None
@@ -66,6 +66,7 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger) -> None:
         "not_covered": _not_covered(session),
         "audit": _audit_line(audited),
         "config": without_places(config),
+        "weights": weights,
     })  # fmt: skip
     certificate.save(document, folder)
 

@@ -12,6 +12,7 @@ summary.json, certificate.json, certificate.md
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -273,6 +274,12 @@ def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callab
         raise checkpoint.CheckpointError(
             f"{saved} does not fit this run: {str(error)[:200] or type(error).__name__}"
         ) from error
+    lost = sum(count for event, count in ledger.pairs() if event == session.training.event()) - session.step_count
+    if lost > 0:
+        say(
+            f"{folder} goes on from step {session.step_count}: {lost} steps more were made or reserved by a process that "
+            "was killed; they stay spent, and fewer may fit into the budget"
+        )
 
 
 def _finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
@@ -397,10 +404,10 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
 
 
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:
-    weights = {k: t.detach().cpu().contiguous() for k, t in session.weights().items()}
-    checkpoint.write_atomically(folder / "weights.safetensors", to_bytes(weights))
+    weights = to_bytes({k: t.detach().cpu().contiguous() for k, t in session.weights().items()})
+    checkpoint.write_atomically(folder / "weights.safetensors", weights)
     public = session.public_predictions()
     if public is not None:
         public.save(folder)
     write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_certificate(session, folder, ledger)
+    write_certificate(session, folder, ledger, hashlib.sha256(weights).hexdigest())
