@@ -111,6 +111,8 @@ def test_runs_of_other_groupings_do_not_add_up(call, tmp_path):
             ledger.spend(Release(acc.poisson(0.1, acc.gaussian(2.0)), unit="patient"), 20)
     a, b, again = (tmp_path / f"{run}.jsonl" for run in digests)
     assert call("account", a, again, "--json")["epsilon"]["pld"] == pytest.approx(1.48353, abs=1e-5)
+    for said in (call("account", a, again), call("inspect", a)):
+        assert "at δ = 1e-05, for each patient\n" in said
     for runs in ((a, b), (b, again, a)):
         out = call("account", *runs, "--json")
         assert out["epsilon"] == {"pld": "inf", "rdp": "inf"}
@@ -138,6 +140,7 @@ def test_inspect(call, run_folder):
     out = call("inspect", run_folder, "--json")
     assert (out["run"], out["steps"], out["settled"]) == ("run1", 1000, True)
     assert "1000 × Gaussian noise" in call("inspect", run_folder)
+    assert out["unit"] == ["record"]
     assert out["delta"] == 1e-5
     (run_folder / "config.json").write_text('{"delta": 1e-6}')  # the run's own, unless another is asked for
     assert call("inspect", run_folder, "--json")["delta"] == 1e-6

@@ -15,7 +15,7 @@ def markdown(certificate: Mapping[str, Any]) -> str:
     c, g = certificate, certificate["guarantee"]
     lines = ["# Privacy certificate", "", f"**{headline(c)}**", ""]
     if g["reasons"]:
-        lines += ["Why there is no guarantee:", "", *(f"- {_line(reason)}" for reason in g["reasons"]), ""]
+        lines += ["Why there is no guarantee:", "", *(f"- {printable(reason)}" for reason in g["reasons"]), ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in _rows(c)), ""]
     lines += ["## What it means", "", *_meaning(c), ""]
     lines += ["## Releases", "", "| count | mechanism | event | sensitivity | noise multiplier | sampling |"]
@@ -23,8 +23,8 @@ def markdown(certificate: Mapping[str, Any]) -> str:
     if len(c["releases"]) > 20:
         lines.append(f"| … | {len(c['releases']) - 20} more kinds, see certificate.json | | | | |")
     lines += ["", "## Not covered", ""]
-    lines += [f"- switched on, without any guarantee: **{_line(x)}**" for x in c["non_private"]]
-    lines += [f"- {_line(x)}" for x in c["not_covered"]]
+    lines += [f"- switched on, without any guarantee: **{printable(x)}**" for x in c["non_private"]]
+    lines += [f"- {printable(x)}" for x in c["not_covered"]]
     lines += ["", f"Check it: `erlangen verify certificate.json`. {_software(c)}", ""]
     return "\n".join(lines)
 
@@ -34,7 +34,7 @@ def headline(certificate: Mapping[str, Any]) -> str:
     g = certificate["guarantee"]
     if not g["private"]:
         return "No privacy guarantee: ε = ∞."
-    use = "" if certificate["randomness"] == "secure" else f" ({_line(certificate['randomness'])})"
+    use = "" if certificate["randomness"] == "secure" else f" ({printable(certificate['randomness'])})"
     return f"(ε, δ) = ({promised(g['best_epsilon'])}, {promised(certificate['delta'])}) differential privacy{use}."
 
 
@@ -58,15 +58,15 @@ def certified(certificate: Mapping[str, Any], ledger: bool, weights: bool | None
 
 def in_one_line(facts: Mapping[str, Any]) -> str:
     """The facts of `certified` for somebody who asks what it was that verified."""
-    whose = f"for each {_line(facts['unit'])}"
+    whose = f"for each {printable(facts['unit'])}"
     if facts["private"]:
         parts = [f"ε = {promised(facts['epsilon'])} at δ = {promised(facts['delta'])} {whose}"]
     else:
-        why = "; ".join(map(_line, facts["reasons"][:3]))
+        why = "; ".join(map(printable, facts["reasons"][:3]))
         parts = [f"consistent, but NO privacy guarantee: ε = ∞ {whose} ({why})"]
     parts += [facts["randomness"], f"{facts['releases']} release{'s' * (facts['releases'] != 1)}"]
     if facts["non_private"]:
-        parts.append(f"without any guarantee: {', '.join(map(_line, facts['non_private']))}")
+        parts.append(f"without any guarantee: {', '.join(map(printable, facts['non_private']))}")
     parts.append("ledger compared" if facts["ledger_compared"] else "no ledger compared")
     if facts["weights_compared"] is not None:
         parts.append("weights compared" if facts["weights_compared"] else "no weights compared")
@@ -82,7 +82,7 @@ def number(value: Any) -> str:
         return "yes" if value else "no"
     if value == "inf":
         return "∞"
-    return f"{value:.4g}" if isinstance(value, (int, float)) else _line(value)
+    return f"{value:.4g}" if isinstance(value, (int, float)) else printable(value)
 
 
 def promised(value: Any) -> str:
@@ -134,7 +134,7 @@ def _fact_list(facts: Mapping[str, Any]) -> list[str]:
 def _meaning(c: Mapping[str, Any]) -> list[str]:
     if not c["guarantee"]["private"]:
         return ["An attacker may find out with certainty whether any given data was used."]
-    g, unit = c["guarantee"], _line(c["unit"])
+    g, unit = c["guarantee"], printable(c["unit"])
     whole = "" if unit == "record" else f" All records of one {unit} are protected together."
     attacker = (
         f"An attacker who knows everything but whether one {unit}'s data was used, and who tests it on the released result "
@@ -161,9 +161,9 @@ def _software(c: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return (number(value) if isinstance(value, float) else _line(value)).replace("|", "\\|")
+    return (number(value) if isinstance(value, float) else printable(value)).replace("|", "\\|")
 
 
-def _line(value: Any) -> str:
+def printable(value: Any) -> str:
     """One line of text, and nothing in it that a terminal would obey."""
     return "".join(c if c.isprintable() else "�" for c in " ".join(str(value).split())[:400])

@@ -49,7 +49,7 @@ class Spent:
 
     @property
     def units(self) -> list[str]:
-        return sorted({r.unit for book in self.books for r, count in zip(book.releases, book.counts) if count})
+        return sorted({unit for book in self.books for unit in book.units})
 
     @property
     def mixed(self) -> str | None:

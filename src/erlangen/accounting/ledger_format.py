@@ -125,6 +125,11 @@ class Book:
         return [(release.event, count) for release, count in zip(self.releases, self.counts) if count]
 
     @property
+    def units(self) -> list[str]:
+        """Whom the counted releases protect."""
+        return sorted({release.unit for release, count in zip(self.releases, self.counts) if count})
+
+    @property
     def neighbouring(self) -> Neighbouring:
         """The one relation under which every counted release was made."""
         used = {release.neighbouring for release, count in zip(self.releases, self.counts) if count}

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from erlangen import accounting as acc
-from erlangen.accounting.certificate_text import in_one_line
+from erlangen.accounting.certificate_text import in_one_line, printable
 from erlangen.accounting.words import upper
 from erlangen.cli.manners import Misuse
 
@@ -191,6 +191,7 @@ def inspect(
         "notes": list(book.notes),
         **_priced(book.pairs(), delta, book.neighbouring),
         "steps": book.steps,
+        "unit": book.units,
     }
     _print(result, as_json, _show_ledger)
 
@@ -303,8 +304,9 @@ def _eps(value: Any) -> str:
 
 
 def _show_price(result: dict[str, Any]) -> None:
-    epsilon = result["epsilon"]
-    print(f"ε = {_eps(epsilon['pld'])} by PLD, {_eps(epsilon['rdp'])} by RDP, at δ = {result['delta']:g}")
+    epsilon, units = result["epsilon"], result.get("unit", [])
+    whose = f", for each {printable(units[0])}" if len(units) == 1 else ""
+    print(f"ε = {_eps(epsilon['pld'])} by PLD, {_eps(epsilon['rdp'])} by RDP, at δ = {result['delta']:g}{whose}")
     for note in result["accountant_notes"]:
         print(f"note: {note}")
 
