@@ -214,7 +214,8 @@ def test_a_sharded_run_leaves_the_folder_of_one_process(tmp_path, uninterrupted)
     assert several.pairs() == one.pairs()
     assert not certificate_check.verify(folder / "certificate.json")
     told, said = (json.loads((f / "certificate.json").read_text()) for f in (uninterrupted, folder))
-    assert {key for key in told if told[key] != said[key]} <= {"created", "ledger", "config"}
+    others = {"created", "ledger", "config", "weights"}  # these differ by rounding, as `same_run` bounds it
+    assert {key for key in told if told[key] != said[key]} <= others
     names = lambda f: sorted(p.name for p in f.iterdir() if not p.name.endswith(".lock"))  # noqa: E731
     assert names(folder) == names(uninterrupted)
     for name in ("checkpoint.safetensors", "public.safetensors"):
