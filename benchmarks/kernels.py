@@ -101,7 +101,9 @@ LARGER = (
 GRADIENTS = (
     tuned.Gradient(True, 128, 128, 32, 8, 4), tuned.Gradient(True, 128, 64, 32, 4, 4),
     tuned.Gradient(False, 128, 128, 64, 8, 3), tuned.Gradient(True, 64, 64, 64, 4, 4), tuned.Gradient(True, 128, 64, 32, 8, 4),
-    tuned.Gradient(True, 128, 64, 64, 8, 3),
+    tuned.Gradient(True, 128, 64, 64, 8, 3), tuned.Gradient(False, 128, 256, 32, 8, 6, True),
+    tuned.Gradient(False, 128, 256, 64, 8, 3, True), tuned.Gradient(False, 128, 128, 32, 4, 5, True),
+    tuned.Gradient(False, 64, 256, 32, 4, 4, True),
 )  # fmt: skip
 NORMS = (
     tuned.Norms(64, 4, 3), tuned.Norms(128, 2, 3), tuned.Norms(128, 1, 3), tuned.Norms(64, 8, 3), tuned.Norms(128, 4, 3),

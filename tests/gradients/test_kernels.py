@@ -70,6 +70,7 @@ def test_norm_act_in_pieces_of_the_map_is_the_same(monkeypatch):
         (16, 136, 4, 2, (3, 3), (2, 2), (1, 1), (1, 1)),
         (80, 16, 6, 1, (5, 3), (1, 2), (2, 0), (1, 2)),
         (16, 24, 5, 3, (1, 1), (1, 1), (0, 0), (1, 1)),
+        (20, 24, 8, 5, (3, 3), (1, 1), (1, 1), (1, 1)),
     ],
 )
 def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views, kernel, stride, padding, dilation):
@@ -84,9 +85,11 @@ def test_kernel_gradients_are_those_of_unfolding(channels, outputs, size, views,
     assert torch.equal(again, found)
     close(filters[:, 0], found.float().square().sum((2, 3)), 1e-5)
     close(filters[:, 1], found.float().sum((2, 3)), 1e-4)
-    others = convs.conv_gradient(x, d, views, *plane, convs.FILTERS, setting=tuned.Gradient(True, 64, 32, 32, 4, 2))
-    close(others[0], found, 1e-5)
-    close(others[1], filters, 1e-4)
+    for setting in (tuned.Gradient(True, 64, 32, 32, 4, 2), tuned.Gradient(False, 64, 64, 32, 4, 2, flat=True)):
+        others = convs.conv_gradient(x, d, views, *plane, convs.FILTERS, setting=setting)
+        close(others[0], found, 1e-5)
+        close(others[1], filters, 1e-4)
+        close(convs.conv_gradient(x, d, views, *plane, convs.OWNERS, setting=setting)[1], norms, 1e-4)
     wanted = convs.reference(x.double(), d.double(), views, kernel, stride, padding, dilation)
     close(found, wanted, 1e-2 if DEVICE == "cuda" else 1e-5)  # on the GPU the matrix units round float32 operands
 

@@ -222,20 +222,21 @@ _add(
 )  # fmt: skip
 
 
-#: group → fields of our network in its three widths (about 230 thousand parameters each) and groups of fields of a norm
-_WIDTHS = {
+#: group → fields of our network in its three widths (213 to 226 thousand parameters each) and groups of fields of a norm;
+#: SO(2) has fields of five channels, in eights: odd numbers of channels are slow everywhere
+_WIDTHS: dict[str, tuple[tuple[int, int, int], int | None]] = {
     "C1": ((20, 40, 80), 20), "C4": ((10, 20, 40), 10), "C8": ((7, 14, 28), 7), "C16": ((5, 10, 20), 5),
-    "D4": ((7, 14, 28), 7), "D8": ((5, 10, 20), 5), "D16": ((4, 7, 14), 7),
+    "D4": ((7, 14, 28), 7), "D8": ((5, 10, 20), 5), "D16": ((4, 7, 14), 7), "SO2": ((16, 24, 40), None),
 }  # fmt: skip
 
 
 def tuned_group(name: str) -> TrainConfig:
     """Our recipe at ε = 2 with steerable kernels of another group."""
-    counts, groups = _WIDTHS.get(name, (None, None))
+    counts, groups = _WIDTHS[name]
     options: dict[str, Any] = dict(
-        group=name, restriction=False, scale_norm=True, head_pool="avg", head_size=2, input_scale=2.0, norm_groups=groups
-    )
-    options |= {"frequency": 2} if counts is None else {"field_counts": list(counts)}
+        group=name, field_counts=list(counts), restriction=False, scale_norm=True, head_pool="avg", head_size=2, input_scale=2.0,
+        norm_groups=groups, **({"frequency": 2} if name == "SO2" else {}),
+    )  # fmt: skip
     return dataclasses.replace(tuned(2, 270), model="eq-resnet9", model_options=options)
 
 

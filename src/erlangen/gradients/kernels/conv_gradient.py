@@ -2,9 +2,9 @@
 
     g[i, o, t, c] = Σ over views v and output pixels p of owner i of  d[i, v, p, o] · x[i, v, p·stride + t·dilation − pad, c]
 
-One program forms one tile of (o, c) for one tap and owner: a matrix product over the owner's pixels whose operands are
-read where they lie (channels-last). Sums are float32; the result is rounded once, to the type of the cotangent, and the
-squared norms are those of the rounded values: what is measured is what will be summed.
+One program forms one tile of (o, c) for one tap and owner, or of (o, tc) for columns of any taps: a matrix product over the
+owner's pixels whose operands are read where they lie (channels-last). Sums are float32; the result is rounded once, to the
+type of the cotangent, and the squared norms are those of the rounded values: what is measured is what will be summed.
 """
 
 from __future__ import annotations
@@ -135,11 +135,72 @@ if HAS_TRITON:
             tl.store(at, energies, mask=in_o)
             tl.store(at + O, sums, mask=in_o)
 
+    @triton.jit
+    def _columns(
+        x, d, out, norms, tokens, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
+        C: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+        PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, VIEWS: tl.constexpr, TILE_O: tl.constexpr,
+        BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, NORMS: tl.constexpr,
+    ):  # fmt: skip
+        """Columns j of [taps × channels], whichever taps they belong to: where channels are no power of two, tiles of whole
+        taps are padded and these are not. VECTOR columns, a power of two that divides C, lie side by side in memory."""
+        owner = tl.program_id(1).to(tl.int64)
+        J: tl.constexpr = KH * KW * C
+        ACROSS: tl.constexpr = (O + TILE_O - 1) // TILE_O
+        SAME: tl.constexpr = (SH == 1) and (SW == 1) and (HO == H) and (WO == W)
+        jo = tl.arange(0, BLOCK_O)
+        o = (tl.program_id(0) % ACROSS) * TILE_O + jo
+        in_o = (jo < TILE_O) & (o < O)
+        j = (tl.program_id(0) // ACROSS) * BLOCK_J + tl.arange(0, BLOCK_J)
+        in_j = tl.max_constancy(j < J, VECTOR)
+        tap = j // C
+        down = tl.max_constancy((tap // KW) * DH - PH, VECTOR)
+        right = tl.max_constancy((tap % KW) * DW - PW, VECTOR)
+        shift = tl.max_contiguous(tl.multiple_of((down * W + right) * C + j - tap * C, VECTOR), VECTOR)
+        cotangents = d + owner * tokens * O
+        images = x + owner * VIEWS * H * W * C
+        k = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK_O, BLOCK_J], tl.float32)
+        for start in range(0, tokens, BLOCK):
+            t = start + k
+            here = t < tokens
+            top = ((t // WO) % HO) * SH
+            left = ((k if BLOCK % WO == 0 else t) % WO) * SW
+            at = t if SAME else ((t // (HO * WO)) * H + top) * W + left
+            row = top[:, None] + down[None, :]
+            col = left[:, None] + right[None, :]
+            here_x = here[:, None] & in_j[None, :] & (row >= 0) & (row < H) & (col >= 0) & (col < W)
+            dv = tl.load(cotangents + t[:, None] * O + o[None, :], mask=here[:, None] & in_o[None, :], other=0.0)
+            xv = tl.load(images + at[:, None] * C + shift[None, :], mask=here_x, other=0.0)
+            total = tl.dot(tl.trans(dv), xv, total)
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(out + (owner * O + o[:, None]) * J + j[None, :], rounded, mask=in_o[:, None] & in_j[None, :])
+        if NORMS == 1:
+            tl.store(norms + owner * tl.num_programs(0) + tl.program_id(0), _energy(rounded))
+        if NORMS == 2:
+            energies, sums = _by_filter(rounded)
+            slot = owner * (tl.num_programs(0) // ACROSS) + tl.program_id(0) // ACROSS
+            tl.store(norms + slot * (2 * O) + o, energies, mask=in_o)
+            tl.store(norms + slot * (2 * O) + O + o, sums, mask=in_o)
 
-def _built_in(channels: int, kernel: Pair, area: int) -> tuned.Gradient:
+
+def _built_in(tokens: int, channels: int, kernel: Pair, area: int) -> tuned.Gradient:
+    """Measured on an H200. Columns where tiles of whole taps would be padded by an eighth or more."""
+    tile, block = _tile(channels, 128)
+    if 8 * block >= 9 * tile and kernel != (1, 1) and tokens >= 256:
+        small, large = tuned.Gradient(False, 128, 128, 32, 4, 5, True), tuned.Gradient(False, 128, 256, 32, 8, 6, True)
+        return small if area <= 64 else large
     if channels <= 64 and kernel[1] == 3:
         return tuned.Gradient(True, 128, 128, 32, 4, 5)
     return tuned.Gradient(False, 128, 128, 32, 8, 4) if area <= 64 else tuned.Gradient(False, 128, 128, 64, 4, 3)
+
+
+def _stages(setting: tuned.Gradient, tile: int, x: Tensor) -> int:
+    """As many as the setting asks for, or as this device's memory for one program holds; ``tile``: entries that a stage reads."""
+    if not x.is_cuda:
+        return setting.stages
+    room = getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 1 << 20)
+    return max(1, min(setting.stages, room // (tile * x.element_size())))
 
 
 def _tile(channels: int, most: int) -> Pair:
@@ -171,17 +232,29 @@ def conv_gradient(
     out = torch.empty(owners, outputs, taps, channels, device=x.device, dtype=d.dtype)
     tokens = views * out_height * out_width
     setting = (
-        setting or tuned.gradient(tokens, outputs, channels) or _built_in(channels, kernel, out_height * out_width)
+        setting
+        or tuned.gradient(tokens, outputs, channels)
+        or _built_in(tokens, channels, kernel, out_height * out_width)
     )
     by_row = setting.row and kernel[1] == 3
     (tile_o, block_o), (tile_c, block_c) = _tile(outputs, setting.outputs), _tile(channels, setting.channels)
-    grid = ((kernel[0] if by_row else taps) * -(-outputs // tile_o) * -(-channels // tile_c), owners)
-    slots = grid[0] // -(-outputs // tile_o)
+    block = min(setting.block, max(16, power_of_two(tokens)))
+    if setting.flat:
+        block_c = min(setting.channels, max(16, power_of_two(taps * channels)))
+        slots = -(-taps * channels // block_c)
+    else:
+        slots = (kernel[0] if by_row else taps) * -(-channels // tile_c)
+    grid = (slots * -(-outputs // tile_o), owners)
     shape = {NOTHING: (0,), OWNERS: (grid[0],), FILTERS: (slots, 2, outputs)}[norms]
     beside = torch.empty(owners, *shape, device=x.device, dtype=torch.float32)
-    _gradient[grid](
+    given = (
         x, d, out, beside, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
-        *dilation, views, tile_o, block_o, tile_c, block_c, min(setting.block, max(16, power_of_two(tokens))),
-        by_row, norms, num_warps=setting.warps, num_stages=setting.stages,
+        *dilation, views, tile_o, block_o,
     )  # fmt: skip
+    stages = _stages(setting, block * (block_o + (3 if by_row else 1) * block_c), x)
+    options = {"num_warps": setting.warps, "num_stages": stages}
+    if setting.flat:
+        _columns[grid](*given, block_c, block, min(8, channels & -channels), norms, **options)
+    else:
+        _gradient[grid](*given, tile_c, block_c, block, by_row, norms, **options)
     return out, beside.sum(1) if norms else beside

@@ -54,7 +54,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Stored gradients: whether a program forms the three taps of a kernel row, its tile, pixels at a time, how it runs."""
+    """Stored gradients: whether a program forms the three taps of a kernel row, its tile, pixels at a time, how it runs.
+
+    ``flat``: its ``channels`` are as many columns of [taps × channels], whichever taps they belong to.
+    """
 
     row: bool
     outputs: int
@@ -62,12 +65,13 @@ class Gradient:
     block: int
     warps: int
     stages: int
+    flat: bool = False
 
     def sensible(self) -> bool:
         sizes = (32, 64, 128)
         return (
-            self.outputs in sizes and self.channels in sizes and self.block in sizes and self.warps in (4, 8)
-            and 1 <= self.stages <= 8
+            self.outputs in sizes and self.channels in (*sizes, 256) and self.block in sizes and self.warps in (4, 8)
+            and 1 <= self.stages <= 8 and not (self.flat and self.row)
         )  # fmt: skip
 
 
