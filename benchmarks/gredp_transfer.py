@@ -4,6 +4,7 @@
     python benchmarks/gredp_transfer.py --data FOLDER --out transfer.json --budget 240
     python benchmarks/gredp_transfer.py --data FOLDER --out transfer.json --table          # needs no GPU
     python benchmarks/gredp_transfer.py --data FOLDER --out five.json --weights resnet18-cifar10-first-half-five --epsilons 1
+    python benchmarks/gredp_transfer.py --data FOLDER --out plain.json --plain             # the paper's row without privacy
 
 FOLDER holds cifar10.npz. One half of the training set is public and has trained the network; the other half is private. The
 frozen trunk's features are computed once; what trains is an ensemble of tails: one or two convolutions on 2×2 maps and a
@@ -52,6 +53,10 @@ USUAL = {"steps": STEPS, "tune_steps": STEPS // 3, "weights": WEIGHTS, "records"
 LENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3)
 #: the head alone has 5,130 weights in place of millions, and noise of a twentieth the length
 HEAD_SCALE = 10.0
+#: ordinary training of the same layers: no noise, a bound that nothing reaches, lr 0.01
+PLAIN, PLAIN_BOUND, PLAIN_LENGTH = "no privacy", 1e6, 0.1
+#: the paper's plain networks on CIFAR-10: last one, last two convolutions
+PAPER_PLAIN = (80.27, 86.59)
 #: name → (its place among the paper's DP-SGD, Spectral-DP and GReDP, options); dense first
 METHODS: dict[str, tuple[int | None, dict[str, Any]]] = {
     name: (column, options)
@@ -187,13 +192,15 @@ class Run:
         )
 
     def config(self, weights: str | None, device: str, steps: int, batch: int) -> TrainConfig:
-        _, options = METHODS[self.method]
+        plain = self.method == PLAIN
+        _, options = (None, {}) if plain else METHODS[self.method]
         model = {"convolutions": self.convolutions, **options.get("model_options", {})}
         values: dict[str, Any] = {**options, "model_options": model, "weights": weights}
         return TrainConfig(
-            data="features", model="resnet18-tail", batch=batch, steps=steps, ema=0.99, momentum=MOMENTUM, max_grad_norm=1.0,
+            data="features", model="resnet18-tail", batch=batch, steps=steps, ema=0.99, momentum=MOMENTUM,
+            max_grad_norm=PLAIN_BOUND if plain else 1.0,
             lr=self.length * (1 - MOMENTUM), epsilon=None, delta=DELTA, seed=self.seed, device=device, evaluations=1,
-            noise_multiplier=SIGMAS[self.epsilon]["published" in self.method], **values,
+            noise_multiplier=0.0 if plain else SIGMAS[self.epsilon]["published" in self.method], **values,
         )  # fmt: skip
 
 
@@ -269,8 +276,12 @@ class Transfer(Bench[Run]):
             content["public_accuracy"] = public_accuracy(self.images, self.weights, self.device)
             print(f"public network: {100 * content['public_accuracy']:.2f} %", flush=True)
         for convolutions in self.options.convolutions:
-            self.tune(convolutions)
-            self.measure(convolutions)
+            if self.options.plain:
+                seeds = range(self.options.seeds)
+                self.run("runs", [Run(convolutions, PLAIN, math.inf, PLAIN_LENGTH, seed) for seed in seeds])
+            else:
+                self.tune(convolutions)
+                self.measure(convolutions)
 
     def finish(self) -> None:
         super().finish()
@@ -306,6 +317,15 @@ def true_epsilon(method: str, epsilon: float) -> tuple[float, float]:
     return spent([(event, STEPS)], DELTA, "pld"), spent([(event, STEPS)], DELTA, "rdp")
 
 
+def _trains(convolutions: int) -> str:
+    return f"{convolutions}Conv" if convolutions else "head"
+
+
+def _spread(numbers: list[float]) -> str:
+    deviation = f" ± {statistics.stdev(numbers):.2f}" if len(numbers) > 1 else ""
+    return f"{statistics.fmean(numbers):.2f}{deviation} ({len(numbers)})"
+
+
 def table(result: Row) -> str:
     """Markdown: mean and deviation over seeds, and paired differences to DP-SGD of the same setting.
 
@@ -315,15 +335,23 @@ def table(result: Row) -> str:
 
     found: dict[tuple[int, float, str], dict[int, float]] = {}
     lengths: dict[tuple[int, float, str], float] = {}
+    plain: dict[int, list[float]] = {}
     for row in result["runs"]:
         k, method, e, length, seed = row["key"]
-        if length == best(result, k, method, e):  # more trials may have moved it since
+        if method == PLAIN:
+            plain.setdefault(k, []).append(100 * row["test_accuracy"])
+        elif length == best(result, k, method, e):  # more trials may have moved it since
             found.setdefault((k, e, method), {})[seed] = 100 * row["test_accuracy"]
             lengths[k, e, method] = length
     lines = [
         f"Public network alone: {100 * result['public_accuracy']:.2f} %.", "",
         "| trains | ε | method | true ε (PLD / RDP) | step length | test accuracy, % | − DP-SGD | paper |",
         "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    lines += [
+        f"| {_trains(k)} | ∞ | {PLAIN} | ∞ | {PLAIN_LENGTH:g} | {_spread(values)} | – | "
+        f"{f'{PAPER_PLAIN[k - 1]:g}' if k else '–'} |"
+        for k, values in sorted(plain.items())
     ]  # fmt: skip
     for k, e, method in sorted(found, key=lambda key: (key[0], key[1], list(METHODS).index(key[2]))):
         values, rival = found[k, e, method], found.get((k, e, "DP-SGD"), {})
@@ -333,15 +361,13 @@ def table(result: Row) -> str:
         column = METHODS[method][0]
         paper = "–" if column is None or k == 0 else f"{TABLE_2['cifar10'][e][column][k - 1]:g}"
         numbers = list(values.values())
-        spread = f" ± {statistics.stdev(numbers):.2f}" if len(numbers) > 1 else ""
         difference = "–" if gap is None else f"{gap['mean']:+.2f}{half}"
         pld, rdp = true_epsilon(method, e)
-        trains = f"{k}Conv" if k else "head"
         tried = [row["key"][3] for row in result["tuning"] if row["key"][:3] == [k, method, e]]
         edge = "*" if lengths[k, e, method] in (min(tried), max(tried)) else ""
         lines.append(
-            f"| {trains} | {e:g} | {method} | {pld:.2f} / {rdp:.2f} | {lengths[k, e, method]:g}{edge} | "
-            f"{statistics.fmean(numbers):.2f}{spread} ({len(numbers)}) | {difference} | {paper} |"
+            f"| {_trains(k)} | {e:g} | {method} | {pld:.2f} / {rdp:.2f} | {lengths[k, e, method]:g}{edge} | "
+            f"{_spread(numbers)} | {difference} | {paper} |"
         )  # fmt: skip
     return "\n".join(lines)
 
@@ -351,6 +377,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help=f"folder with cifar10.npz and {WEIGHTS}.safetensors")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--table", action="store_true", help="only print the table of what is in the file")
+    parser.add_argument("--plain", action="store_true", help="ordinary training of the same layers, in place of private")
     parser.add_argument("--weights", default=WEIGHTS, help="public weights; none: random ones, to see that it runs")
     parser.add_argument("--convolutions", type=int, nargs="+", default=[1, 0, 2], choices=[0, 1, 2])
     parser.add_argument("--epsilons", type=float, nargs="+", default=list(SIGMAS), choices=list(SIGMAS))

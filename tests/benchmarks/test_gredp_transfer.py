@@ -71,6 +71,7 @@ def options(folder: Path, **changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = dict(
         data=folder, out=folder / "out.json", weights="none", convolutions=[0, 1], lengths=[0.01, 0.1], seeds=2, steps=2,
         epsilons=[1.0], tune_steps=1, members=4, budget=1e9, records=None, no_graph=False, device="cpu",
+        plain=False,
     )  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -97,6 +98,24 @@ def test_trials_then_runs_and_the_same_command_goes_on(
     assert "| 1Conv | 1 | GReDP as published, circulant | 1.38 / 1.51 |" in table
     with pytest.raises(SystemExit, match="rows with tune_steps = 1, and now it is 2"):
         bench.Transfer(options(tmp_path, tune_steps=2))
+
+
+def test_plain_runs_have_neither_noise_nor_a_bound_that_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "load", lambda name: images(36))
+    for _ in range(2):
+        capsys.readouterr()
+        bench.Transfer(options(tmp_path, plain=True)).main()
+    assert "runs in" not in capsys.readouterr().out, "nothing is trained twice"
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [row["key"][:2] for row in result["runs"]] == [[k, "no privacy"] for k in (0, 0, 1, 1)]
+    assert not result["tuning"]
+    config = bench.Run(1, bench.PLAIN, float("inf"), bench.PLAIN_LENGTH, 0).config(None, "cpu", 2, 9)
+    assert (config.noise_multiplier, config.lr, config.max_grad_norm) == (0.0, pytest.approx(0.01), 1e6)
+    last = bench.table(result).splitlines()[-1]
+    assert last.startswith("| 1Conv | ∞ | no privacy | ∞ | 0.1 |")
+    assert last.endswith("| – | 80.27 |")
 
 
 def test_a_table_has_the_runs_of_the_best_length_alone() -> None:
