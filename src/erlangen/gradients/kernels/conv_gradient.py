@@ -252,9 +252,9 @@ def conv_gradient(
         *dilation, views, tile_o, block_o,
     )  # fmt: skip
     stages = _stages(setting, block * (block_o + (3 if by_row else 1) * block_c), x)
-    options = {"num_warps": setting.warps, "num_stages": stages}
+    runs = {"num_warps": setting.warps, "num_stages": stages}
     if setting.flat:
-        _columns[grid](*given, block_c, block, min(8, channels & -channels), norms, **options)
+        _columns[grid](*given, block_c, block, min(8, channels & -channels), norms, **runs)
     else:
-        _gradient[grid](*given, tile_c, block_c, block, by_row, norms, **options)
+        _gradient[grid](*given, tile_c, block_c, block, by_row, norms, **runs)
     return out, beside.sum(1) if norms else beside
