@@ -1,11 +1,12 @@
 """GeoDP, Spectral-DP and GReDP steps against an ISO (DP-SGD) step on the same network, measured in one run.
 
     python benchmarks/geodp.py --d 1000000 [--threads 1] [--json out.json]
+    python benchmarks/geodp.py --model alexnet --methods iso spectral gredp        on a network of the papers
     python benchmarks/geodp.py --d 10000000 --check        accuracy of the hyperspherical conversion, no steps
 
 A step is forward, backward, per-sample clipping, noise and update. Figures are medians over alternating repeats, as
-ratios to ISO; the network is a plain convolutional one with about d parameters. On one CPU thread the clock is that of
-the process, so that other work on the machine does not count.
+ratios to ISO; unless a model is named, the network is a plain convolutional one with about d parameters. On one CPU
+thread the clock is that of the process, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from erlangen.gradients import Tape, attach, detach
 from erlangen.mechanisms import Context, StreamNoise, make_mechanism
 from erlangen.mechanisms.clipping import Flat
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
+from erlangen.models import make_model
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "iso": ("iso", {}),
@@ -37,6 +39,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "gredp as published": ("gredp", {"as_published": "complex"}),
     "spectral": ("spectral", {}),
 }
+
+
+#: what networks of the papers see; the others see CIFAR-10's images
+SHAPES = {"lenet": (1, 28, 28), "geodp-cnn": (1, 28, 28)}
 
 
 def network(d: int) -> nn.Module:
@@ -108,6 +114,8 @@ def check(d: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--d", type=int, default=1_000_000, help="number of parameters, about")
+    parser.add_argument("--model", help="a registered network in place of that of about d parameters")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="iso is always measured")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--image", type=int, default=32, help="side of the square inputs")
     parser.add_argument("--repeats", type=int, default=5)
@@ -122,22 +130,24 @@ def main() -> None:
         result: dict[str, Any] = {"d": arguments.d, "relative_error": check(arguments.d)}
     else:
         torch.manual_seed(0)
-        model = network(arguments.d).to(arguments.device)
-        x = torch.randn(arguments.batch, 3, arguments.image, arguments.image, device=arguments.device)
+        shape = SHAPES.get(arguments.model, (3, arguments.image, arguments.image))
+        model = (make_model(arguments.model, shape, 10) if arguments.model else network(arguments.d)).to(arguments.device)
+        x = torch.randn(arguments.batch, *shape, device=arguments.device)
         y = torch.randint(0, 10, (arguments.batch,), device=arguments.device)
         d = sum(p.numel() for p in model.parameters())
         alone = arguments.device == "cpu" and arguments.threads == 1
         clock = time.process_time if alone else wall_clock(arguments.device)
-        steps = {name: step_of(model, name, x, y) for name in METHODS}
+        steps = {name: step_of(model, name, x, y) for name in METHODS if name == "iso" or name in arguments.methods}
         times = measure(steps, arguments.repeats, clock)
         ratios = {name: t / times["iso"] for name, t in times.items()}
-        print(f"d = {d:,}, batch {arguments.batch}, {arguments.image}×{arguments.image}; ISO step {times['iso']:.3f} s")
+        print(f"d = {d:,}, batch {arguments.batch}, {'×'.join(map(str, shape))}; ISO step {times['iso']:.3f} s")
         for name, r in ratios.items():
             print(f"{name:20} {r:5.2f} × ISO")
         result = {
             "d": d,
+            "model": arguments.model,
             "batch": arguments.batch,
-            "image": arguments.image,
+            "image": shape[-1],
             "iso_seconds": times["iso"],
             "ratio_to_iso": ratios,
         }

@@ -138,6 +138,7 @@ class PrivateTraining:
         self._drawn, self._draw = (None, None) if source is None else (source.expected_batch, source.draw)
         self._by_hand = source is None and not self.own_draws
         self.tape.rows, self._last, self.summed = rows, last, False
+        self.tape.watched = bool(self.watch)
         self._versions = {name: p._version for name, p in self._others.items()}
 
     @torch.no_grad()  # the tape's activations carry a graph that sums and norms must not extend
@@ -146,7 +147,7 @@ class PrivateTraining:
         self._require_own_mechanism()
         with exact_float32():
             for shown in self.watch:
-                shown(gradients)
+                shown(gradients.unfiltered())
             self.mechanism.accumulate(gradients)
 
     @torch.no_grad()

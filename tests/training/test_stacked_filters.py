@@ -159,7 +159,7 @@ def test_a_row_just_over_the_bound_adds_the_bound(path, name, scale):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_row_that_the_filter_removes_is_clipped_all_the_same(path, name, dtype):
-    """Nothing of it is released, but in the sum it would absorb the others: no term may exceed sixteen times the bound."""
+    """Nothing of it is released, but in the sum it would absorb the others: no term may exceed 1/κ times the bound."""
     rows, sizes = rows_of(name)
     by, (project, _) = low_pass_filter(sizes)
     g = rows.dense().double().view(MODELS * COUNT, -1, len(project))

@@ -5,7 +5,8 @@ and (if somebody insists) the gradients themselves. `Dense` holds them; the othe
 never form them unless asked, so that a private step costs little more than an ordinary one.
 
 ``weight`` in `norms_squared` is the geometry: ``None`` (Euclidean), a tensor ω shaped like the parameter (norm of ω∘g),
-or a function that maps materialised gradients [n, *shape] to the coordinates whose norm counts.
+or a function that maps materialised gradients [n, *shape] to the coordinates whose norm counts. One that is a
+`KernelFilter` is known to convolutions: they filter before they form anything.
 
 Rounding. A squared norm computed from Gram matrices can come out too small when huge terms cancel, and a clip that
 trusts it would let too much through. Such norms are rounded outwards by the rounding error that their own terms allow.
@@ -14,6 +15,7 @@ trusts it would let too much through. Such norms are rounded outwards by the rou
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.rounding import additions, gram, hidden, outward, weighed
 from erlangen.gradients.sums import row_sum, skips_zero_weights, squared_norms
 from erlangen.gradients.tracing import as_on_gpu
+
+if TYPE_CHECKING:
+    from erlangen.gradients.filtered import KernelFilter
 
 Weight = Tensor | Callable[[Tensor], Tensor] | None
 
@@ -83,6 +88,10 @@ class Piece:
     #: whether norms were measured on formed gradients. The sum is then of the very same ones: in another order of
     #: summation huge terms that cancelled in the norm leave their rounding errors, far above the clipping bound
     measured_formed = False
+    #: the filter behind which these gradients are: everything that a piece answers is about what the filter leaves
+    filter: KernelFilter | None = None
+    #: the gradients before the filter, where they are known
+    whole: Piece | None = None
 
     @property
     def count(self) -> int:
@@ -111,6 +120,10 @@ class Piece:
     def formed(self) -> Piece:
         """The gradients themselves, kept from now on."""
         return Dense(self.dense())
+
+    def filtered(self, by: KernelFilter) -> Piece:
+        """These gradients behind a filter, if this piece has a cheaper way than to form and to filter them."""
+        return self
 
     def precise(self) -> Piece:
         """The same piece in the precision in which `weighted_sum` adds it up: what is measured is what is summed."""
@@ -325,11 +338,16 @@ def gram_is_cheaper(tokens: int, inputs: int, outputs: int, like: Tensor) -> boo
     return gram < form
 
 
-def gram_norms(a: Tensor, d: Tensor) -> Tensor:
-    """‖Σ_t d_t ⊗ a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨d_t,d_s⟩, rounded outwards. a: [n, T, in], d: [n, T, out]."""
+def gram_norms(a: Tensor, d: Tensor, whole: Tensor | None = None, before: float = 0.0) -> Tensor:
+    """‖Σ_t d_t ⊗ a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨d_t,d_s⟩, rounded outwards. a: [n, T, in], d: [n, T, out].
+
+    Where a_t has been computed from something longer, ``whole`` are the squared norms of that [n, T], and ``before`` how many
+    of its roundings a_t may be away from its exact value, each time it is computed.
+    """
     gram_a, gram_d = gram(a), gram(d)
     own_a, own_d = (g.diagonal(dim1=1, dim2=2).clamp(min=0) for g in (gram_a, gram_d))
+    own_a = own_a if whole is None else torch.maximum(own_a, whole)
     terms, (tokens, inputs), outputs = (own_a.sqrt() * own_d.sqrt()).sum(1), a.shape[1:], d.shape[2]
-    units = additions(inputs) + additions(outputs) + 2 * tokens
-    value = outward((gram_a * gram_d).sum(2).sum(1), terms.square(), units, tokens)
+    units = additions(inputs) + additions(outputs) + 2 * tokens + 2 * before
+    value = outward((gram_a * gram_d).sum(2).sum(1), terms.square(), units, tokens + before)
     return value + hidden(own_a, own_d, inputs + outputs)

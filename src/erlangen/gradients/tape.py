@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.bundle import Bundle
+from erlangen.gradients.filtered import KernelFilter
 from erlangen.gradients.means import PrivateMeans
 from erlangen.gradients.pieces import Dense, Piece, Weight
 from erlangen.gradients.precision import exact_float32
@@ -110,6 +111,11 @@ class PerSampleGradients:
         pieces = {name: piece.formed() for name, piece in self._pieces.items()}
         return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
 
+    def unfiltered(self) -> PerSampleGradients:
+        """The same gradients before any filter: those of layers that filter what they form if the tape is ``watched``."""
+        pieces = {name: piece.whole or piece for name, piece in self._pieces.items()}
+        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+
     def of(self, name: str) -> PerSampleGradients:
         """The gradients of one parameter alone."""
         return PerSampleGradients({name: self._pieces[name]}, self.owners, self._factor, self.valid)
@@ -183,6 +189,8 @@ class Tape(PrivateMeans):
         self.rows: RowMap | None = None
         #: handed on to the gradients
         self.blind = False
+        #: whether somebody looks at gradients as they were before a filter
+        self.watched = False
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._ignored: set[int] = set()
         #: how many batches were announced, and which of them the last forward pass was for
@@ -297,14 +305,19 @@ class Tape(PrivateMeans):
 
     def _choose(self, name: str, piece: Piece) -> Piece:
         """Form the gradients now where that is cheaper; elsewhere keep what they are made of."""
+        weight = self.metric(name)
+        if isinstance(weight, KernelFilter):
+            piece = piece.filtered(weight)
         if isinstance(piece, Dense) or self.strategy == "norms-first":
             return piece
-        weight = self.metric(name)
-        tied_to_vectors = callable(weight) and not isinstance(weight, Tensor)
+        tied_to_vectors = callable(weight) and not isinstance(weight, Tensor) and piece.filter is None
         dear = piece.prefers_dense or (weight is not None and piece.euclidean_only)
-        if self.strategy == "materialise" or tied_to_vectors or dear:
-            return piece.formed()
-        return piece
+        if not (self.strategy == "materialise" or tied_to_vectors or dear):
+            return piece
+        formed = piece.formed()
+        if self.watched:  # what it was made of is let go otherwise
+            formed.whole = piece.whole
+        return formed
 
     def _rows_of(self, count: int, device: torch.device) -> RowMap:
         if self._seen is None:

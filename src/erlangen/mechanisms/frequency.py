@@ -12,6 +12,7 @@ two". Dense matrices and vectors have no frequencies and stay as they are.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from erlangen.gradients.filtered import KernelFilter
 from erlangen.gradients.pieces import Weight
 from erlangen.gradients.precision import accumulate_dtype, exact_float32
 from erlangen.mechanisms.geometry import Geometry
@@ -32,7 +34,7 @@ MATRIX_SIZE = 256
 PACKED_SIZE = 36
 
 # How much of ‖g‖ counts beside ‖P g‖; see `Fourier.weight`.
-GUARD = 1.0 / 16.0
+GUARD = 1.0 / 64.0
 
 
 def hartley(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -131,6 +133,7 @@ class Fourier(Geometry):
                 raise ValueError(f"{what} names {unknown}, which are not trained; the parameters are {sorted(shapes)}")
         self.shapes = dict(shapes)
         self._matrices: dict[tuple[str, str, int, torch.dtype, torch.device], Tensor] = {}
+        self._weights: dict[str, Weight] = {}
         for name, shape in shapes.items():
             axes = self._axes.get(name, tuple(range(2, len(shape))))
             if any(not -len(shape) <= a < len(shape) for a in axes) or len({a % len(shape) for a in axes}) < len(axes):
@@ -138,6 +141,7 @@ class Fourier(Geometry):
             self.dims[name] = tuple(sorted((a % len(shape)) - len(shape) for a in axes))
             self.mask[name] = self._mask_of(name, [shape[d] for d in self.dims[name]])
             self._whole[name] = bool(self.mask[name].all())
+            self._weights[name] = self._weight_of(name, len(shape))
 
     def _mask_of(self, name: str, sizes: list[int]) -> Tensor:
         mask = self._given.get(name)
@@ -158,13 +162,24 @@ class Fourier(Geometry):
     def weight(self, name: str) -> Weight:
         """How ‖P g‖ is measured.
 
-        Raw gradients are summed and projected once, so a huge gradient outside the kept frequencies must not pass: it
-        would absorb the others in floating point before P removes it. The norm is therefore ‖(P + κ²I)^½ g‖ ≥ ‖P g‖
-        with κ = 1/16: at most 0.2 % more clipping for a gradient inside, and no term of the raw sum above 16·C.
+        Layers that filter what they form add up P g, and measure ‖P g‖. Where raw gradients are summed and projected once,
+        a huge gradient outside the kept frequencies must not pass: it would absorb the others in floating point before P
+        removes it. The norm is then ‖(P + κ²I)^½ g‖ ≥ ‖P g‖ with κ = 1/64: a part in eight thousand more clipping for a
+        gradient inside, and no term of the raw sum above 64·C.
         """
+        return self._weights[name]
+
+    def _weight_of(self, name: str, axes: int) -> Weight:
         if self.order == "clip-first" or self._whole[name]:
             return None
-        return lambda g: self._guarded(name, g)
+        guarded = functools.partial(self._guarded, name)
+        if not self._as_matrix(name) or len(self.dims[name]) != axes - 2:
+            return guarded
+        return KernelFilter(functools.partial(self._kept, name), guarded)
+
+    def _kept(self, name: str, like: Tensor) -> Tensor:
+        """The kept columns of H, [N, K]"""
+        return self._matrix(name, like, "kept")
 
     def _guarded(self, name: str, g: Tensor) -> Tensor:
         g = g.to(accumulate_dtype(g))

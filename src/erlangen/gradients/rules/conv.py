@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from erlangen.gradients.filtered import KernelFilter
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, usable
 from erlangen.gradients.kernels.conv2d import HALF, conv2d, few_channels, windowed
 from erlangen.gradients.pieces import (
@@ -36,7 +37,7 @@ SMALL_OWNER = 5e7
 #: entries of a buffer of windows on a CPU, for each thread: about what its cache holds
 WINDOW_FLOATS = 1 << 19
 
-_PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -74,12 +75,23 @@ class Conv(Piece):
         return self.x.shape[0] // self.views
 
     @property
+    def tokens(self) -> int:
+        """Positions of an owner, in all its views."""
+        return self.views * math.prod(self.d.shape[2:])
+
+    @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
         if self.geometry.transposed or self.euclidean_only:
             return self.geometry.transposed
-        tokens = self.views * math.prod(self.d.shape[2:])
         groups = self.geometry.groups
-        return not gram_is_cheaper(tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.d)
+        return not gram_is_cheaper(self.tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.d)
+
+    def filtered(self, by: KernelFilter) -> Piece:
+        """Windows are filtered where they are formed; kernels on a GPU that never form them, and groups, know gradients only."""
+        from erlangen.gradients.rules.filtered import FilteredConv
+
+        simple = self.geometry.groups == 1 and not self.geometry.transposed
+        return FilteredConv(self, by) if simple and self.count and not self._for_kernels() else self
 
     @property
     def euclidean_only(self) -> bool:  # type: ignore[override]
@@ -97,7 +109,7 @@ class Conv(Piece):
             return self._dense_by_owner()
         if self.has_kernel():
             return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
-        flops = 2 * self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape)
+        flops = 2 * self.tokens * math.prod(self.shape)
         small = flops < SMALL_OWNER and self.geometry.groups == 1
         return self._dense_by_windows() if as_on_gpu(self.x) or small else self._dense_by_owner()
 
@@ -134,7 +146,7 @@ class Conv(Piece):
 
     def _sizes(self) -> tuple[int, int, int]:
         """Positions of an owner, input channels, output channels."""
-        return self.views * math.prod(self.d.shape[2:]), self.shape[1], self.shape[0]
+        return self.tokens, self.shape[1], self.shape[0]
 
     def _dense_by_owner(self) -> Tensor:
         out = self.d.new_empty(self.count, *self.shape)
@@ -152,9 +164,9 @@ class Conv(Piece):
     def _product(self, last: bool) -> Tensor:
         """Windows times cotangents, [n·G, O/G, window]. Windows exist for a part of the owners at a time, always in the same
         buffer: on a CPU it is still in the cache when the product reads it."""
-        d, n, groups, inner = self._cotangents(), self.count, self.geometry.groups, math.prod(self.shape[1:])
-        size = self._part(d.shape[-1] * inner * groups)
-        windows = self._copied(last, size) if as_on_gpu(d) else self._unfolded(last, size)
+        d, n, groups, inner = self.cotangents(), self.count, self.geometry.groups, math.prod(self.shape[1:])
+        size = self.part(d.shape[-1] * inner * groups)
+        windows = self.windows_of(last, size)
         out = d.new_empty(n, groups, self.shape[0] // groups, inner)
         for start in range(0, n, size):
             part = slice(start, min(n, start + size))
@@ -163,11 +175,16 @@ class Conv(Piece):
             torch.bmm(d[part].flatten(0, 1), a, out=out[part].flatten(0, 1))
         return out.flatten(0, 1)
 
-    def _part(self, entries: int) -> int:
+    def part(self, entries: int) -> int:
         """Owners whose windows, of so many entries each, are formed at a time: parts of about equal size."""
         room = CHUNK_FLOATS["cuda"] if as_on_gpu(self.d) else WINDOW_FLOATS * torch.get_num_threads()
         parts = -(-self.count * max(1, entries) // room)
         return max(1, -(-self.count // max(1, parts)))
+
+    def windows_of(self, last: bool, size: int) -> Callable[[int, int], Tensor]:
+        """Of owners ``start`` to ``stop``, at most ``size`` of them, in a buffer that is used again: [m, V, *out, *k, C], or
+        [m, C, *k, V, *out] with positions innermost."""
+        return self._copied(last, size) if as_on_gpu(self.d) else self._unfolded(last, size)
 
     def _unfolded(self, last: bool, size: int) -> Callable[[int, int], Tensor]:
         way = cheapest(self.x, self.d.shape[2:], self.geometry, last)
@@ -203,7 +220,7 @@ class Conv(Piece):
         """Squared norms by the kernel, bounds of what it will add up; ``inverse`` as in `conv_unformed.reference`."""
         return conv_unformed.squared_norms(self.x, self.d, self.views, *self._plane(), inverse)
 
-    def precise(self) -> Piece:
+    def precise(self) -> Conv:
         high = accumulate_dtype(self.d)
         return Conv(self.x.to(high), self.d.to(high), self.views, self.shape, self.geometry)
 
@@ -220,15 +237,15 @@ class Conv(Piece):
 
     def windows(self) -> tuple[Tensor, Tensor]:
         """im2col by one strided copy: ([n·G, V·T, C/G·k], [n·G, V·T, O/G]), positions innermost in memory."""
-        d = self._cotangents().flatten(0, 1)
+        d = self.cotangents().flatten(0, 1)
         return self._windows().reshape(len(d), math.prod(self.shape[1:]), d.shape[2]).mT, d.mT
 
     def windows_last(self) -> tuple[Tensor, Tensor]:
         """im2col with channels innermost, as a channels-last network stores them: ([n, V·T, k·C], [n, V·T, O])."""
-        d = self._cotangents().squeeze(1)
+        d = self.cotangents().squeeze(1)
         return self._windows_last().reshape(len(d), d.shape[2], math.prod(self.shape[1:])), d.mT
 
-    def _cotangents(self) -> Tensor:
+    def cotangents(self) -> Tensor:
         """[n, G, O/G, V·T]"""
         groups, tokens = self.geometry.groups, math.prod(self.d.shape[2:])
         d = self.d.reshape(self.count, self.views, groups, self.shape[0] // groups, tokens)
@@ -262,13 +279,13 @@ class Conv(Piece):
         return view.unflatten(0, (self.count, self.views))
 
     def chunks(self) -> list[Conv]:  # type: ignore[override]
-        windows = self.views * math.prod(self.d.shape[2:]) * math.prod(self.shape[1:]) * self.geometry.groups
+        windows = self.tokens * math.prod(self.shape[1:]) * self.geometry.groups
         per_owner = max(0 if self.has_kernel() else windows, math.prod(self.shape))
         size = chunk_size(per_owner, self.d) * self.views
         parts = zip(self.x.split(size), self.d.split(size), strict=True)
         return [Conv(x, d, self.views, self.shape, self.geometry) for x, d in parts]
 
-    def zero(self, bad: Tensor) -> Piece:
+    def zero(self, bad: Tensor) -> Conv:
         rows = bad.repeat_interleave(self.views).view(-1, *[1] * (self.d.ndim - 1))
         x, d = torch.where(rows, 0.0, self.x), torch.where(rows, 0.0, self.d)
         return Conv(x, d, self.views, self.shape, self.geometry)
@@ -357,7 +374,7 @@ def tapped_convolution(
             geometry.dilation,
         )  # fmt: skip
     else:
-        out = (conv2d if spatial == 2 else _PLAIN[spatial])(x, kernel, fixed, *plane, geometry.groups)
+        out = (conv2d if spatial == 2 else PLAIN[spatial])(x, kernel, fixed, *plane, geometry.groups)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if target.requires_grad:
