@@ -275,20 +275,20 @@ def measure_stored(layer: Layer, owners: int, device: str, variants: int) -> dic
     return found
 
 
-def keep(reports: list[Report], device: str) -> None:
+def keep(reports: list[Report], machine: str) -> None:
     """The winners, by shape; norms by positions alone, the fastest in total over the layers that have them."""
     for report in reports:
         layer, best = report.layer, min(report.sums, key=report.sums.__getitem__, default=None)
         if best is not None and layer.kernel > 1:
             setting = replace(best, stored=report.stored_ms <= report.unformed_ms)
             tuned.keep(
-                device, "sums", f"{conv_unformed.padded(layer.tokens)}x{layer.outputs}x{layer.channels}", setting
+                machine, "sums", f"{conv_unformed.padded(layer.tokens)}x{layer.outputs}x{layer.channels}", setting
             )
     for size in {conv_unformed.padded(r.layer.tokens) for r in reports}:
         same = [r for r in reports if conv_unformed.padded(r.layer.tokens) == size]
         common = [s for s in NORMS if all(s in r.norms for r in same)]
         if common:
-            tuned.keep(device, "norms", str(size), min(common, key=lambda s: sum(r.norms[s] for r in same)))
+            tuned.keep(machine, "norms", str(size), min(common, key=lambda s: sum(r.norms[s] for r in same)))
 
 
 def sizes(text: str) -> tuple[int, int, int]:
@@ -337,11 +337,11 @@ def main() -> None:
         for setting, ms in found.items():
             print(f"    {ms:8.3f}  {setting or 'built in'}", flush=True)
     if args.keep:
-        keep(reports, name)
+        keep(reports, tuned.machine())
         for layer, found in larger.items():
             best = min(found, key=found.__getitem__, default=None)
             if best is not None and found[best] < 0.97 * found.get(None, float("inf")):
-                tuned.keep(name, "gradients", f"{layer.tokens}x{layer.outputs}x{layer.channels}", best)
+                tuned.keep(tuned.machine(), "gradients", f"{layer.tokens}x{layer.outputs}x{layer.channels}", best)
         print(f"kept in {tuned.path()}")
     if args.json:
         print(json.dumps({"benchmark": "kernels", "device": name, "torch": torch.__version__, "owners": args.owners,

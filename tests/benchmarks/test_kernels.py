@@ -40,7 +40,7 @@ def test_a_variant_that_breaks_its_promise_is_refused(layer, monkeypatch):
 
 def test_the_fastest_are_kept_and_read(monkeypatch, tmp_path):
     monkeypatch.setattr(tuned, "path", lambda: tmp_path / "kernels.json")
-    monkeypatch.setattr(tuned, "_device", lambda: "a device")
+    monkeypatch.setattr(tuned, "machine", lambda: "a device")
     wide = bench.Layer("a network", 256, 256, 8)
     first, second = tuned.Norms(64, 4, 3), tuned.Norms(64, 8, 3)
     slow, quick = tuned.Sum(128, 128, 8, 5), tuned.Sum(128, 64, 4, 5)

@@ -283,7 +283,7 @@ def test_which_layers_are_stored_is_a_question_of_bytes():
 
 def test_measured_tiles_are_kept_by_device_and_nonsense_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(tuned, "path", lambda: tmp_path / "deep" / "kernels.json")
-    monkeypatch.setattr(tuned, "_device", lambda: "a device")
+    monkeypatch.setattr(tuned, "machine", lambda: "a device")
     tuned._table.cache_clear()
     try:
         assert tuned.weighing(64, 256, 256) == tuned.SUMS[64]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from erlangen.gradients.kernels import HAS_TRITON
 from erlangen.places import user_cache
 
 
@@ -99,10 +100,10 @@ def path() -> Path:
     return user_cache() / "kernels.json"
 
 
-def keep(device: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> None:
-    """Write one measured choice for a device, by its name."""
+def keep(machine: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> None:
+    """Write one measured choice for a machine, by its name."""
     known = _file()
-    known.setdefault(device, {}).setdefault(kind, {})[key] = asdict(setting)
+    known.setdefault(machine, {}).setdefault(kind, {})[key] = asdict(setting)
     path().parent.mkdir(parents=True, exist_ok=True)
     fresh = path().with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
@@ -112,7 +113,7 @@ def keep(device: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> N
 
 def _entry(kind: str, key: str, of: type) -> Any:
     try:
-        found = _table(_device()).get(kind, {}).get(key)
+        found = _table(machine()).get(kind, {}).get(key)
         if found is None or not all(isinstance(value, int) for value in found.values()):
             return None
         setting = of(**found)
@@ -122,13 +123,18 @@ def _entry(kind: str, key: str, of: type) -> Any:
 
 
 @functools.cache
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def machine() -> str:
+    """What a measurement holds for: this device, and the compiler of its kernels."""
+    if not (HAS_TRITON and torch.cuda.is_available()):
+        return "cpu"
+    import triton  # takes a while
+
+    return f"{torch.cuda.get_device_name()}, Triton {triton.__version__}"
 
 
 @functools.cache
-def _table(device: str) -> dict[str, Any]:
-    found = _file().get(device, {})
+def _table(machine: str) -> dict[str, Any]:
+    found = _file().get(machine, {})
     return found if isinstance(found, dict) else {}
 
 
