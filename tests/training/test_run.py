@@ -175,13 +175,24 @@ def test_no_noise_is_certified_as_no_guarantee(tmp_path):
     assert "no noise is added" in document["guarantee"]["reasons"][0]
 
 
+def test_a_command_may_be_repeated_to_resume(tmp_path):
+    """Its own options changed nothing and were refused as changes, without saying what they had been."""
+    folder = tmp_path / "run"
+    interrupted(folder, 4)
+    kept = TrainConfig.from_file(folder / "config.json")
+    result = run.resume(folder, epsilon=kept.epsilon, model=kept.model, batch=kept.batch, data=kept.data)
+    assert result.session.config == kept
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no run to resume: there is no config\.json; name the folder of a run"):
         run.resume(tmp_path)
     folder = tmp_path / "run"
     interrupted(folder, 4)
-    with pytest.raises(ConfigError, match="cannot change"):
-        run.resume(folder, lr=1.0)
+    with pytest.raises(ConfigError, match=r"keeps its options, and these differ: lr \(\S+ in this run, 1\.5 now\)\. Give --resume"):
+        run.resume(folder, lr=1.5)
+    with pytest.raises(ConfigError, match="no_such: no option of a run"):
+        run.resume(folder, no_such=1)
     other = tmp_path / "elsewhere"
     interrupted(other, 4)
     (folder / "checkpoint.safetensors").write_bytes((other / "checkpoint.safetensors").read_bytes())

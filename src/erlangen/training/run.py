@@ -198,15 +198,35 @@ def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
         again = f"it ended before training began: start it again with --out {folder} --overwrite"
         cure = again if begun else "name the folder of a run"
         raise ConfigError(f"{folder} holds no run to resume: there is no config.json; {cure}")
-    not_allowed = set(changes) - {"data", "device", "max_physical_batch", "shard"}
-    if not_allowed:
-        raise ConfigError(f"{', '.join(sorted(not_allowed))} cannot change in a resumed run; start a new one")
+    config = TrainConfig.from_file(folder / "config.json")
+    changes = _those_that_may_change(changes, config, folder)
     if "data" in changes:
         changes["data"] = absolute(changes["data"])
-    config = TrainConfig.from_file(folder / "config.json")
     if "data" not in changes and Path(config.data).is_absolute() and not Path(config.data).exists():
         raise ConfigError(f"the data of {folder} is gone from {config.data}; if it was moved, say where: --data FILE")
     return replace(config, **changes)
+
+
+def _those_that_may_change(changes: dict[str, Any], config: TrainConfig, folder: Path) -> dict[str, Any]:
+    """What a run may go on with. Options that are said again as they were, as whoever repeats a command does, change nothing."""
+    may = {"data", "device", "max_physical_batch", "shard"}
+    fixed = {name: value for name, value in sorted(changes.items()) if name not in may}
+    if fixed.get("weights"):
+        fixed["weights"] = absolute(fixed["weights"])
+    unknown = [name for name in fixed if not hasattr(config, name)]
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)}: no option of a run; leave it out when resuming {folder}")
+    other = [
+        f"{name} ({getattr(config, name)!r} in this run, {value!r} now)"
+        for name, value in fixed.items()
+        if value != getattr(config, name)
+    ]
+    if other:
+        raise ConfigError(
+            f"a resumed run keeps its options, and these differ: {', '.join(other)}. Give --resume {folder} alone, or start "
+            "a new run"
+        )
+    return {name: value for name, value in changes.items() if name in may}
 
 
 def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
