@@ -86,6 +86,17 @@ def test_the_calculator_answers_at_once_and_both_ways(browser, client):
     until(browser, "document.querySelector('#answer-words').textContent.startsWith('delta is -1')")
 
 
+def test_names_of_runs_have_room_on_a_desk(browser, client):
+    """They were folded after every ten letters, beside columns that were half empty."""
+    view(browser, client.server.url, width=1280)
+    assert browser.execute_script("return document.getElementById('compare-button').disabled"), "nothing is chosen yet"
+    until(browser, "document.querySelectorAll('[data-run]').length === 4")
+    until(browser, "!document.querySelector('#runs-table').textContent.includes('checking')")
+    assert browser.execute_script("return document.querySelector('#runs-table tbody tr').cells[1].clientWidth") >= 180
+    table = "document.querySelector('#runs-table')"
+    assert browser.execute_script(f"return {table}.scrollWidth <= {table}.parentNode.clientWidth"), "and it needs no scrolling"
+
+
 @pytest.mark.parametrize("page", ["runs", "run/first", "calculator"])
 def test_a_phone_in_the_dark_does_not_scroll_sideways(browser, client, page):
     view(browser, f"{client.server.url}#{page}", width=360, dark=True)
