@@ -78,8 +78,8 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     known = options.channels != "auto" or (test is not None and not all(fact.grey for fact in test.facts))
     if not known:
         notes.append(
-            f"that the network sees {'grey images' if prep.channels == 1 else 'colours'} is read off the private images, where "
-            f"one can change it; give --channels {'grey' if prep.channels == 1 else 'rgb'}"
+            f"the network will see {'grey images' if prep.channels == 1 else 'colours'}, which was read off the private images, "
+            f"where a single one can change it; to decide it yourself, give --channels {'grey' if prep.channels == 1 else 'rgb'}"
         )
     digest = hashlib.sha256("".join(f"{k}:{d}\n" for k, d in zip(train.labels, digests, strict=True)).encode())
     labels = np.array(train.labels, dtype=np.int64)

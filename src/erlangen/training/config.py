@@ -84,7 +84,7 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be {names}")
         for name, ok, cure in (
             ("max_grad_norm", self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm), "give C > 0"),
-            ("epsilon", self.epsilon is None or 0 < self.epsilon < math.inf, "give a finite ε > 0 (σ = 0: no privacy)"),
+            ("epsilon", self.epsilon is None or 0 < self.epsilon < math.inf, "give a finite ε > 0, or σ: noise_multiplier"),
             ("delta", self.delta is None or 0 < self.delta < 1, "give 0 < δ < 1, or leave it out for min(1e-5, 0.1/N)"),
             ("noise_multiplier", self.noise_multiplier is None or self.noise_multiplier >= 0, "give σ ≥ 0"),
             ("batch", self.batch >= 0, "give the expected batch size"),
