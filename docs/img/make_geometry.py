@@ -1,4 +1,4 @@
-"""Draws docs/img/geometry.png: what four geometries release for the same two-parameter gradients.
+"""Draws docs/img/geometry.png: what three geometries release for the same two-parameter gradients.
 
     python docs/img/make_geometry.py
 """
@@ -38,7 +38,7 @@ def main() -> None:
         ),
         "GeoDP: direction and\nmagnitude apart": Direction(SIGMA, BOUND, StreamNoise(0)),
     }
-    figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.6), sharex=True, sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.1), sharex=True, sharey=True)
     for axis, (title, mechanism) in zip(axes, panels.items(), strict=True):
         points = cloud(mechanism, g)
         axis.scatter(*points.T, s=5, alpha=0.25, color="#4477aa", linewidths=0, label="private releases")
@@ -49,11 +49,12 @@ def main() -> None:
         axis.axvline(0, color="0.85", lw=0.8, zorder=0)
         axis.set_aspect("equal")
         axis.set_xlim(-1.2, 3.6)
-        axis.set_ylim(-1.4, 2.0)
-    axes[0].legend(fontsize=7, loc="upper left", frameon=False, markerscale=1.5)
+        axis.set_ylim(-0.5, 2.2)
+    axes[0].plot([], [], color="black", lw=1.6, label="mean of the releases")  # the arrows have no entry of their own
+    axes[0].legend(fontsize=9, loc="upper left", frameon=False, markerscale=1.5, borderpad=0, labelspacing=0.25)
     figure.suptitle(f"The same guarantee (σ = {SIGMA:g}, one release), three geometries", fontsize=11)
     figure.tight_layout()
-    figure.savefig(Path(__file__).with_name("geometry.png"), dpi=130)
+    figure.savefig(Path(__file__).with_name("geometry.png"), dpi=130, bbox_inches="tight", pad_inches=0.1)
 
 
 if __name__ == "__main__":

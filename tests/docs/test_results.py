@@ -211,6 +211,20 @@ def test_cifar(name: str, start: str) -> None:
         assert rounded_up(runs[0]["epsilon"]["rdp"], 2) == start.split(" | ")[1]
 
 
+@pytest.mark.parametrize("e", [1, 2, 3, 4, 6, 8])
+def test_the_readmes_row_of_cifar(e: int) -> None:
+    readme = (FOLDER.parents[1] / "README.md").read_text()
+    middle = lambda runs: f"{median(100 * run['metrics'][-1]['test_accuracy'] for run in runs):.1f} %"  # noqa: E731
+    cells = cifar_cells()
+    (row,) = (line for line in readme.splitlines() if line.startswith(f"| {e}.00 |"))
+    _, _, rdp, prior, fresh, _, _ = (cell.strip() for cell in row.split("|"))
+    assert prior.startswith(f"**{middle(cells[f'ε={e} from a prior'])}**")
+    assert fresh == (middle(cells[f"ε={e}"]) if f"ε={e}" in cells else "–")
+    assert rdp == rounded_up(cells[f"ε={e} from a prior"][0]["epsilon"]["rdp"], 2)
+    if e in (1, 8):
+        assert f"{middle(cells[f'ε={e} from a prior'])} at ε = {e}" in readme, "its first words"
+
+
 def test_what_a_prior_and_averaged_answers_are_worth_on_cifar() -> None:
     """Against fresh weights by single views, and averaged answers beside single ones of the same weights."""
     flowing = lambda name: " ".join(page(name).split())  # noqa: E731

@@ -79,6 +79,15 @@ def test_the_price_of_privacy_on_a_cpu(method: str) -> None:
     assert f"| {METHODS[method]} | {' | '.join(cells)} |" in (ROOT / "README.md").read_text().replace("**", "")
 
 
+def test_the_readme_begins_with_the_ends_of_its_table() -> None:
+    ratios = [(method, row["ratio"]) for model in STEPS for method, row in content(f"step-{model}")["methods"].items()]
+    ours = [ratio for method, ratio in ratios if method == "erlangen"]
+    theirs = [ratio for method, ratio in ratios if method.startswith("opacus")]
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {min(ours):.2f} to {max(ours):.2f} times as long as a plain SGD step" in said
+    assert f"Opacus takes {min(theirs):.2f} to {max(theirs):.2f} times" in said
+
+
 @pytest.mark.parametrize("model", STEPS)
 def test_bars_on_a_cpu(model: str) -> None:
     assert content(f"step-{model}")["methods"]["erlangen"]["ratio"] <= script("guard").BARS[model]
