@@ -67,6 +67,13 @@ def test_bad_input_is_a_clear_error_and_nothing_is_half_applied(case):
     assert "step" not in optimizer.__dict__
 
 
+def test_a_loader_that_is_private_already_is_named_as_such():
+    """A cell of a notebook that is run twice: the answer spoke of a custom batch sampler."""
+    engine, model, optimizer, loader = private()
+    with pytest.raises(ValueError, match="data_loader is private already"):
+        engine.make_private(module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+
+
 def test_mistakes_in_the_loop():
     engine, model, optimizer, loader = private()
     x, y = next(iter(loader))

@@ -167,6 +167,10 @@ def refuse_iterable(loader: Any) -> None:
     """Poisson sampling needs random access to a data set of known size."""
     if not isinstance(loader, DataLoader):
         raise TypeError(f"data_loader is a {type(loader).__name__}; pass a torch DataLoader over a map-style data set")
+    if isinstance(loader, PrivateLoader):
+        raise ValueError(
+            "data_loader is private already, because an earlier make_private returned it: pass the DataLoader it was made from"
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             f"the data set {type(loader.dataset).__name__} is iterable-style: private sampling needs len() and random "
