@@ -36,6 +36,20 @@ def test_points_are_means_over_seeds_with_their_spread(trained):
     assert "3 run(s)" in iso.notes
 
 
+def test_a_front_of_one_point_is_no_line(trained):
+    """The legend and the caption spoke of a dashed line that nobody could see."""
+    runs = [
+        dataclasses.replace(run, summary={**run.summary, "test": {"test_accuracy": 0.9}})
+        if run.config.mechanism == "iso" and run.summary["guarantee"]["epsilon"]["pld"] == 1.0
+        else run
+        for run in several(trained)
+    ]
+    chart = overview.accuracy_against_epsilon(runs)
+    assert [s.name for s in chart.series] == ["iso", "rep"]
+    assert "dashed" not in chart.caption
+    assert "more private or more accurate than iso at ε = 1." in chart.caption
+
+
 def test_settings_without_a_guarantee_are_not_on_the_front(trained):
     runs = several(trained)
     last = {**runs[-1].summary, "test": {"test_accuracy": 1.0}}

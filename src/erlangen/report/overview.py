@@ -78,27 +78,37 @@ def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
         (float(f"{p.epsilon:.2g}"), p.mean) for p in private
     ]  # σ is calibrated to a tolerance: 2.999 is no less than 3
     front = [private[i] for i in pareto(rounded)]
-    series.append(
-        Series(
-            "Pareto front", floats([p.epsilon for p in front]), floats([p.mean for p in front]), "steps", colour="ink",
-            dash=True,
-        )
-    )  # fmt: skip
+    if len(front) > 1:  # a single point is no line: the legend would name something that nobody sees
+        line = floats([p.epsilon for p in front]), floats([p.mean for p in front])
+        series.append(Series("Pareto front", *line, "steps", colour="ink", dash=True))
     without = sum(not math.isfinite(p.epsilon) for p in every)
     note = f" {without} setting(s) without a guarantee (ε = ∞) are left out." if without else ""
-    best = front[-1]
+    shown, told = _front_in_words(front)
     return Chart(
         "pareto",
         "Accuracy against ε",
         "Each point is the mean over runs that differ by their seed alone; whiskers are ± one standard deviation over those "
-        "runs. ε is the true one, recomputed from what was released. The dashed line is the Pareto front: no setting here is "
-        f"both more private and more accurate.{note}",
-        f"The front goes from {front[0].mean:.1%} at ε = {upper(front[0].epsilon, 3)} ({front[0].method}) to {best.mean:.1%} at "
-        f"ε = {upper(best.epsilon, 3)} ({best.method}).",
+        f"runs. ε is the true one, recomputed from what was released. {shown}{note}",
+        told,
         epsilon_axis(private[0].epsilon, private[-1].epsilon),
         Axis("accuracy on the public test set", percent=True),
         tuple(series),
         height=440,
+    )
+
+
+def _front_in_words(front: list[Point]) -> tuple[str, str]:
+    """What the caption and the description say of the front."""
+    first, best = front[0], front[-1]
+    if len(front) == 1:
+        return (
+            f"No setting here is more private or more accurate than {best.method} at ε = {upper(best.epsilon, 3)}.",
+            f"The most private and the most accurate is {best.method}: {best.mean:.1%} at ε = {upper(best.epsilon, 3)}.",
+        )
+    return (
+        "The dashed line is the Pareto front: no setting here is both more private and more accurate.",
+        f"The front goes from {first.mean:.1%} at ε = {upper(first.epsilon, 3)} ({first.method}) to {best.mean:.1%} at "
+        f"ε = {upper(best.epsilon, 3)} ({best.method}).",
     )
 
 
