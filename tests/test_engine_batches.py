@@ -193,12 +193,45 @@ def test_nobody_is_not_fetched(form, workers):
         for made in loader:
             x, y = (made["x"], made["y"]) if form == "columns" else made
             assert form != "columns" or isinstance(made, Columns)
+            sizes.append(engine.training.tape.rows.owners)
+            assert len(x) == max(1, sizes[-1])
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-            sizes.append(len(x))
     assert sizes.count(0) > 5
     assert max(sizes) > 1
     assert engine.accountant.steps == len(sizes) == 36
+
+
+class Flattens(nn.Module):
+    """As networks are written everywhere: of no rows at all PyTorch cannot say how long each is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).view(x.size(0), 2, 3).view(len(x), -1))
+
+
+@pytest.mark.parametrize("unit", [None, [k // 2 for k in range(12)]])
+@pytest.mark.parametrize("options", [{}, {"strategy": "norms-first"}, {"mechanism": "geodp"}, {"max_physical_batch": 1}])
+def test_where_nobody_is_drawn_a_row_of_nobody_stands_in(options, unit):
+    """x.view(len(x), -1) raised in a batch of no rows, and a mean loss was nan. What stands in is not a number, and moves nothing."""
+    x, labels = records().tensors
+    x[0] = torch.nan
+    engine, model, nobody = erlangen.PrivacyEngine(seed=0), Flattens(), 0
+    options = {"noise_multiplier": 0.0, "unit": unit, **options}
+    model, optimizer, loader = private(TensorDataset(x, labels), model, engine=engine, batch=1, **options)
+    for _ in range(3):
+        for inputs, targets in loader:
+            empty = engine.training.tape.rows.owners == 0
+            before = [p.detach().clone() for p in model.parameters()]
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            assert not empty or all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+            nobody += empty
+    assert nobody > 1
+    assert engine.accountant.steps == 3 * len(loader)
 
 
 def test_padding_where_a_batch_is_fetched_is_found():
