@@ -216,7 +216,7 @@ class Flattens(nn.Module):
 @pytest.mark.parametrize("unit", [None, [k // 2 for k in range(12)]])
 @pytest.mark.parametrize("options", [{}, {"strategy": "norms-first"}, {"mechanism": "geodp"}, {"max_physical_batch": 1}])
 def test_where_nobody_is_drawn_a_row_of_nobody_stands_in(options, unit):
-    """x.view(len(x), -1) raised in a batch of no rows, and a mean loss was nan. What stands in is not a number, and moves nothing."""
+    """x.view(len(x), -1) raised in a batch of no rows, and a mean loss was nan. What stands in is no number, and moves nothing."""
     x, labels = records().tensors
     x[0] = torch.nan
     engine, model, nobody = erlangen.PrivacyEngine(seed=0), Flattens(), 0

@@ -29,10 +29,6 @@ from erlangen.workers import Workers
 
 #: told (whose rows, first of its logical batch, last of its logical batch, which pass) before each physical batch
 Announce = Callable[[RowMap, bool, bool, Pass], None]
-#: the record that stands in where nobody was drawn, as padding: data sets, collate functions, modules and losses need not know what
-#: a batch of none is (x.view(len(x), -1) has no answer there, and a mean is nan)
-STAND_IN = torch.tensor([0])
-NOBODY = torch.tensor([-1])
 
 
 class _Batches:
@@ -49,9 +45,7 @@ class _Batches:
             parts = self.units.share(self.sampler.draw(), self.limit, self.workers).parts
             draw = self.sampler.last  # loaders draw ahead
             for k, (rows, owner) in enumerate(parts):
-                if not len(rows):
-                    rows, owner = STAND_IN, NOBODY
-                plain = owner is not NOBODY and not self.units.grouped
+                plain = not self.units.grouped and int(owner[0]) >= 0
                 owners = RowMap.regular(len(rows)) if plain else RowMap.of(owner)
                 coming.append((owners, k == 0, k == len(parts) - 1, expected, draw))
                 yield rows.tolist()

@@ -325,9 +325,9 @@ class Session:
 
     def _announce(self, rows: Tensor, owner: Tensor, first: bool, last: bool) -> None:
         count = self.config.views
-        grouped = self.units.grouped
         valid = owner >= 0 if self.config.pad else None
-        owners = RowMap.of(owner.repeat_interleave(count)) if grouped else RowMap.regular(len(rows), count, valid)
+        named = self.units.grouped or (valid is None and int(owner[0]) < 0)
+        owners = RowMap.of(owner.repeat_interleave(count)) if named else RowMap.regular(len(rows), count, valid)
         self.training.announce(owners, first, last)
 
     @with_everybody
