@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 
 import numpy as np
@@ -290,3 +291,30 @@ def test_rows_that_are_sorted_by_length_are_not_given_to_other_units(longest):
 
 
 # -- ignored labels -------------------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Writes to what a module returned, as networks with in-place activations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes, self.last = nn.PReLU(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.slopes(x)
+        out *= 2
+        return self.last(out.clamp_(max=30))
+
+
+def test_what_a_module_without_a_rule_returned_may_be_written_to():
+    """It was a view, to which PyTorch lets nobody write. Nothing is clipped: the gradients are those of the plain module."""
+    torch.manual_seed(0)
+    model = Written()
+    plain, (x, y) = copy.deepcopy(model), records().tensors
+    F.cross_entropy(plain(x), y).backward()
+    model, optimizer, loader = private(records(), model, max_grad_norm=1e6)
+    for inputs, targets in loader:
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)

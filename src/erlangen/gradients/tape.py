@@ -297,7 +297,8 @@ class Tape(PrivateMeans):
             raise RuntimeError(
                 "backward() was called a second time before optimizer.step(): per-sample gradients of one batch are "
                 "clipped together. Add the losses and call backward() once, or let max_physical_batch split the batch; "
-                "optimizer.zero_grad() discards a backward pass."
+                "optimizer.zero_grad() discards a backward pass. (Where torch.utils.checkpoint holds the last layers, it goes back "
+                "on its own: checkpoint(…, use_reentrant=False) does not.)"
             )
         if not self._scheduled:
             self._scheduled = True
