@@ -69,6 +69,19 @@ def test_what_a_hook_with_a_threshold_moves():
     assert moved["sum"] == pytest.approx(1, rel=1e-3)
 
 
+def thinned(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that leaves out small gradients itself."""
+    outputs = outputs.clone()
+    outputs.register_hook(sparse)
+    return F.cross_entropy(outputs, targets)
+
+
+def test_a_threshold_inside_a_mean_loss_is_refused():
+    with pytest.raises(MixesSamples, match="through the loss function is not in proportion"):
+        private(records(), criterion=thinned)
+    private(records(), criterion=lambda outputs, targets: F.cross_entropy(outputs, targets))
+
+
 THRESHOLDS = {
     "sparse": Hooked(sparse), "clamp": Hooked(lambda g: g.clamp(-1e-3, 1e-3)), "sign": Hooked(torch.sign),
     "rounded": Hooked(behind=Rounds()), "by row": Hooked(lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-9)),

@@ -24,8 +24,8 @@ NOISE = 1e-5
 #: below it float32 may have lost bits on the way
 LEAST = 1e-30
 
-_THRESHOLD = (
-    "what comes back through the module is not in proportion to what the loss sends: something on the way looks at how large it is "
+THRESHOLD = (
+    "what comes back {where} is not in proportion to what the loss sends: something on the way looks at how large it is "
     "(a hook that clamps or rounds gradients, or leaves out small ones; an autograd function with a threshold), and a mean divides "
     "it by how many records were drawn, so that one record more changes the gradients of all others. Let the loss add up "
     "(reduction='sum') and say loss_reduction='sum', or take it out."
@@ -46,7 +46,7 @@ def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction:
         own = back(few, 1.0)
         for scale in (SMALL, LARGE):
             if not _alike(own, back(few, scale), 1.0, 1.0 / scale):
-                raise MixesSamples(_THRESHOLD)
+                raise MixesSamples(THRESHOLD.format(where="through the module"))
     over = lambda rows: float(rows) if reduction == "mean" else 1.0  # noqa: E731
     for scale in (1.0, LARGE):  # a bound is seen where it is exceeded
         try:
