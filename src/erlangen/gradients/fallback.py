@@ -17,7 +17,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from erlangen.gradients.fewer import MixesSamples
-from erlangen.gradients.tape import Tape
+from erlangen.gradients.tape import Tape, refuse_twice
 
 _ROW_BY_ROW: set[type[nn.Module]] = set()
 
@@ -50,6 +50,7 @@ class _Functional(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         run: _Run = ctx.run
         run.tape._enter_exact(run.inputs()[0].device)  # what is pulled back is a product, too
         per_row, inputs = run.pullback(cotangents)
