@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 
 import numpy as np
@@ -193,12 +194,45 @@ def test_nobody_is_not_fetched(form, workers):
         for made in loader:
             x, y = (made["x"], made["y"]) if form == "columns" else made
             assert form != "columns" or isinstance(made, Columns)
+            sizes.append(engine.training.tape.rows.owners)
+            assert len(x) == max(1, sizes[-1])
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-            sizes.append(len(x))
     assert sizes.count(0) > 5
     assert max(sizes) > 1
     assert engine.accountant.steps == len(sizes) == 36
+
+
+class Flattens(nn.Module):
+    """As networks are written everywhere: of no rows at all PyTorch cannot say how long each is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).view(x.size(0), 2, 3).view(len(x), -1))
+
+
+@pytest.mark.parametrize("unit", [None, [k // 2 for k in range(12)]])
+@pytest.mark.parametrize("options", [{}, {"strategy": "norms-first"}, {"mechanism": "geodp"}, {"max_physical_batch": 1}])
+def test_where_nobody_is_drawn_a_row_of_nobody_stands_in(options, unit):
+    """x.view(len(x), -1) raised in a batch of no rows, and a mean loss was nan. What stands in is no number, and moves nothing."""
+    x, labels = records().tensors
+    x[0] = torch.nan
+    engine, model, nobody = erlangen.PrivacyEngine(seed=0), Flattens(), 0
+    options = {"noise_multiplier": 0.0, "unit": unit, **options}
+    model, optimizer, loader = private(TensorDataset(x, labels), model, engine=engine, batch=1, **options)
+    for _ in range(3):
+        for inputs, targets in loader:
+            empty = engine.training.tape.rows.owners == 0
+            before = [p.detach().clone() for p in model.parameters()]
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            assert not empty or all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+            nobody += empty
+    assert nobody > 1
+    assert engine.accountant.steps == 3 * len(loader)
 
 
 def test_padding_where_a_batch_is_fetched_is_found():
@@ -257,3 +291,30 @@ def test_rows_that_are_sorted_by_length_are_not_given_to_other_units(longest):
 
 
 # -- ignored labels -------------------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Writes to what a module returned, as networks with in-place activations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes, self.last = nn.PReLU(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.slopes(x)
+        out *= 2
+        return self.last(out.clamp_(max=30))
+
+
+def test_what_a_module_without_a_rule_returned_may_be_written_to():
+    """It was a view, to which PyTorch lets nobody write. Nothing is clipped: the gradients are those of the plain module."""
+    torch.manual_seed(0)
+    model = Written()
+    plain, (x, y) = copy.deepcopy(model), records().tensors
+    F.cross_entropy(plain(x), y).backward()
+    model, optimizer, loader = private(records(), model, max_grad_norm=1e6)
+    for inputs, targets in loader:
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)

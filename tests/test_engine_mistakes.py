@@ -300,3 +300,27 @@ def test_a_step_that_was_broken_off_is_not_taken_again(monkeypatch):
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert engine.accountant.steps == 2
+
+
+class Force(nn.Module):
+    """The gradient of an energy, by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0].flatten(1)[:, :2]
+
+
+def test_gradients_of_gradients_are_refused():
+    """A penalty that was computed before zero_grad() trained in silence without what the weights of layers have in it."""
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*are not recorded"):
+        private(Force())
+    _, model, _, loader = private()
+    x, _ = next(iter(loader))
+    out = model(x.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*are not recorded"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)

@@ -95,7 +95,8 @@ def prepare(
             not_checked("its parameters are sharded; check it before fully_shard", stacklevel=4)
     if check and not apart:
         refuse_mixing(data_loader, units.grouped)
-        _check(module, data_loader, tried, criterion, loss_reduction, batch_first)
+        counted = tape.private_sizes and type(built).recorder is Mechanism.recorder  # others see to what comes back themselves
+        _check(module, data_loader, tried, criterion, loss_reduction, batch_first, counted)
         if limit is not None and limit < len(dataset):
             _check_parts(tried)
     elif criterion is not None and check:
@@ -193,7 +194,7 @@ def _given(mechanism: Mechanism, noise_multiplier: float | None, bound: Any) -> 
 
 
 def _check(
-    module: nn.Module, loader: DataLoader, tried: list[Form], criterion: Any, reduction: str, batch_first: bool
+    module: nn.Module, loader: DataLoader, tried: list[Form], criterion: Any, reduction: str, batch_first: bool, counted: bool
 ) -> None:
     """Rows are independent on their way through the module, through the loss, and beside longer ones."""
     found: list[tuple[Form, Any]] = []
@@ -205,7 +206,7 @@ def _check(
         except Exception as error:
             not_checked(f"the module could not be called on the first part of a batch ({str(error)[:80]})")
         else:
-            _check_forms([form for form, _ in found], batch_first)
+            _check_forms([form for form, _ in found], batch_first, reduction if counted else None)
         _check_padding(module, loader)
     if criterion is not None:
         _check_loss(criterion, found, reduction, 4 * (loader.batch_size or 0) + 16)  # Poisson batches are not much longer
@@ -226,11 +227,11 @@ def _check_loss(criterion: Any, found: list[tuple[Form, Any]], reduction: str, r
     )
 
 
-def _check_forms(found: list[Form], batch_first: bool) -> None:
+def _check_forms(found: list[Form], batch_first: bool, reduction: str | None) -> None:
     """In every form in which the module can be called: nobody says in which the loop will."""
     for form in found:
         try:
-            check_independence(form.call, form.inputs, batch_first)
+            check_independence(form.call, form.inputs, batch_first, reduction)
         except MixesSamples as error:
             if len(found) == 1:
                 raise

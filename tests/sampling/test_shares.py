@@ -45,6 +45,7 @@ def test_shares_are_a_partition(data):
     padded = limit is not None and data.draw(st.booleans())
     shares = all_shares(units, batch, limit, count, padded)
     check_partition(units, batch, shares, None if padded else limit)
+    assert all(len(rows) == len(owner) > 0 for s in shares for rows, owner in s.parts)
     if padded:
         assert all(len(rows) % limit == 0 and len(rows) for s in shares for rows, _ in s.parts)
 

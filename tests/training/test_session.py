@@ -17,6 +17,7 @@ from torch import nn
 
 from erlangen.data import load
 from erlangen.data.augment import draw, views
+from erlangen.models import _MODELS
 from erlangen.training import TrainConfig, checkpoint
 from erlangen.training.adam_bc import AdamBC
 from erlangen.training.config import ConfigError
@@ -422,3 +423,38 @@ def test_padding_contributes_exactly_nothing(grouped, tmp_path):
         assert not pad or shapes == {(16, 1, 6, 6)}
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
     assert bool(torch.isfinite(weights[1]).all())
+
+
+class Flattens(nn.Module):
+    """As networks are written everywhere: of no rows PyTorch cannot say how long each is."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(math.prod(shape), classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.reshape(x.size(0), -1))
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_where_nobody_is_drawn_a_row_of_nobody_stands_in(views, monkeypatch):
+    """A network of one's own that flattens by -1 ended a run whose batches are small."""
+    monkeypatch.setitem(_MODELS, "flattens", Flattens)
+    config = dataclasses.replace(
+        SMALL, model="flattens", batch=1, steps=12, views=views, augment="shift", momentum=0.0, epsilon=None,
+        noise_multiplier=0.0,
+    )  # fmt: skip
+    session, nobody = Session(config), 0
+    session.x[0] = float("nan")
+    announce = session.training.announce
+    rows = []
+    monkeypatch.setattr(session.training, "announce", lambda owners, *ends: (rows.append(owners), announce(owners, *ends)))
+    for _ in range(12):
+        before = [p.detach().clone() for p in session.model.parameters()]
+        session.step()
+        if not rows[-1].owners:
+            nobody += 1
+            assert rows[-1].rows == views
+            assert all(torch.equal(p, q) for p, q in zip(session.model.parameters(), before, strict=True))
+    assert nobody > 1
+    assert bool(torch.isfinite(flat(session)).all())

@@ -17,7 +17,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from erlangen.gradients.fewer import MixesSamples
-from erlangen.gradients.tape import Tape
+from erlangen.gradients.tape import Tape, refuse_twice
 
 _ROW_BY_ROW: set[type[nn.Module]] = set()
 
@@ -43,11 +43,14 @@ class _Functional(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, *tensors: Tensor) -> Any:
         ctx.run = run
         outputs = run.forward(tensors)
+        if len(outputs) == 1 and outputs[0]._is_view() and not _shares_memory(outputs[0], tensors):
+            outputs = (outputs[0].clone(),)  # whoever comes after may write to it (h = prelu(x); h *= 2), and may not to a view
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         run: _Run = ctx.run
         run.tape._enter_exact(run.inputs()[0].device)  # what is pulled back is a product, too
         per_row, inputs = run.pullback(cotangents)
@@ -171,6 +174,10 @@ class _Run:
     def pullback(self, cotangents: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         by_name, *inputs = self._pull(tuple(cotangents))
         return by_name, [g if g is not None and g.is_floating_point() else None for g in inputs]
+
+
+def _shares_memory(t: Tensor, others: tuple[Tensor, ...]) -> bool:
+    return any(t.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in others)
 
 
 def functional(module: nn.Module, tape: Tape, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from erlangen.gradients.divisor import check_divisor
 from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, watched_rows
 from erlangen.gradients.memory import Memory, answers_of, attributes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
@@ -38,10 +39,13 @@ _ORDER_UNSEEN = (
 )
 
 
-def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True) -> None:
+def check_independence(
+    module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True, reduction: str | None = None
+) -> None:
     """Raise `MixesSamples` if, in training or evaluation mode, a module mixes rows, reorders them, or keeps statistics.
 
     ``batch_first`` is what `make_private` is told: whether sequences *inside* the module have the batch first or the time.
+    ``reduction`` is that of the loss, where the number of rows is private: what comes back must not depend on it.
     """
     modes = {m: m.training for m in module.modules()}
     inputs = _told_apart(module, inputs)
@@ -51,7 +55,7 @@ def check_independence(module: nn.Module, inputs: tuple[Tensor, ...], batch_firs
             with untouched(module) as start:
                 _check_outputs(module, batch, start)
                 if training:
-                    _check_rows(module, batch, start, batch_first)
+                    _check_rows(module, batch, start, batch_first, reduction)
         with untouched(module) as start:
             _check_answers(module, inputs)
             module.train()
@@ -218,7 +222,9 @@ def _not_finite(inputs: tuple[Tensor, ...], row: int) -> tuple[Tensor, ...]:
     return tuple(map(spoilt, inputs))
 
 
-def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory, batch_first: bool) -> None:
+def _check_rows(
+    module: nn.Module, inputs: tuple[Tensor, ...], start: Memory, batch_first: bool, reduction: str | None
+) -> None:
     """Backwards: the gradient of one output row reaches each layer through that row alone, and whatever other rows hold."""
     from erlangen.gradients.attach import attach, detach, is_attached
 
@@ -242,6 +248,15 @@ def _check_rows(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory, ba
                     torch.stack([leaves[rows][k][row].float().sum() for k in columns]).sum().backward(retain_graph=True)
             watch.row, watch.rows_expected = None, few
             _check_cotangents(module, tuple(_more_rows(t, few) for t in inputs), columns, watch, start)
+            if reduction is not None:
+                whole, devices = tuple(_more_rows(t, more) for t in inputs), {t.device for t in inputs if t.is_cuda}
+
+                def back(rows: int, scale: float) -> _Cotangents:
+                    watch.row, watch.rows_expected = None, rows
+                    some = tuple(t[:rows] if t.ndim else t for t in whole)
+                    return _cotangents(module, some, watch, start, partial(_uneven, scale), columns)
+
+                check_divisor(module, back, few, more, reduction, devices)
     finally:
         detach(module)
 
@@ -281,6 +296,12 @@ def _check_losses(
 
 def _others_times(scale: float, row: int, leaf: Tensor) -> Tensor:
     return scale * leaf.sum() + (1 - scale) * leaf[row].sum()
+
+
+def _uneven(scale: float, leaf: Tensor) -> Tensor:
+    """Entries of a row count differently: of their plain sum a softmax or a norm sends nothing back but rounding."""
+    weights = torch.linspace(1.0, 2.0, leaf[0].numel(), device=leaf.device).view(leaf[0].shape)
+    return (leaf * weights).sum() * scale
 
 
 #: of each layer, by row, what came back to those that are watched

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from erlangen.gradients.divisor import LARGE, SMALL, THRESHOLD
 from erlangen.gradients.independence import SCALES, MixesSamples, changed
 from erlangen.gradients.trace import same
 from erlangen.streams import seed_layers
@@ -37,15 +38,15 @@ def check_loss(criterion: Callable[[Tensor, Any], Tensor], outputs: Tensor, targ
     _require_own_gradients(criterion, outputs, targets, reduction, _variants)
 
 
-def _gradient(criterion: Callable[[Any, Any], Tensor], reduction: str) -> Callable[[Tensor, Any], Tensor]:
-    """Of each row's own loss, by its answer."""
+def _gradient(criterion: Callable[[Any, Any], Tensor], reduction: str) -> Callable[..., Tensor]:
+    """Of each row's own loss, by its answer; ``times`` is what the loss is multiplied by on the way."""
 
-    def gradient(logits: Tensor, labels: Any) -> Tensor:
+    def gradient(logits: Tensor, labels: Any, times: float = 1.0) -> Tensor:
         logits = logits.detach().clone().requires_grad_()
-        scale = len(logits) if reduction == "mean" else 1
+        scale = (len(logits) if reduction == "mean" else 1) / times
         with torch.random.fork_rng(devices=[]):
             seed_layers(0)
-            return scale * torch.autograd.grad(criterion(logits, labels), logits)[0]
+            return scale * torch.autograd.grad(times * criterion(logits, labels), logits)[0]
 
     return gradient
 
@@ -67,6 +68,8 @@ def _require_own_gradients(criterion: Any, outputs: Tensor, targets: Any, reduct
             f"the loss {type(criterion).__name__} remembers the batches before: the gradient of one record changes with those of "
             "earlier steps, which no noise covers (running class weights, a centre, a memory). Use a loss of this batch alone."
         )
+    if reduction == "mean" and not all(same([own], [gradient(outputs, targets, times)]) for times in (SMALL, LARGE)):
+        raise MixesSamples(THRESHOLD.format(where=f"through the loss {type(criterion).__name__}"))
     if any(moved):
         raise MixesSamples(
             f"the loss {type(criterion).__name__} mixes samples: the gradient of one record changes with the others (class "

@@ -33,12 +33,24 @@ _OTHER_BATCH = (
     "and optimizer.step() before the next batch is drawn."
 )
 
+_TWICE = (
+    "gradients of gradients (create_graph=True: a gradient penalty, forces of an energy) are not recorded: the weights of layers "
+    "would be left out of them without a word. Let a module of its own compute the inner gradient by torch.func.grad of its own "
+    "parameters, so that it is differentiated as a whole; or leave create_graph out."
+)
+
 Pieces = Callable[[tuple[Tensor, ...], Tensor, int], Iterable[tuple[Tensor, Piece]]]
 Metric = Callable[[str], Weight]
 
 
 def euclidean(name: str) -> Weight:
     return None
+
+
+def refuse_twice() -> None:
+    """In a backward pass: raise if it is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(_TWICE)
 
 
 class PerSampleGradients:
@@ -149,6 +161,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        refuse_twice()
         ctx.use.tape._capture(ctx.use, ctx.saved_tensors, cotangent)
         return (None, cotangent, *[None] * ctx.use.inputs)
 
@@ -297,7 +310,8 @@ class Tape(PrivateMeans):
             raise RuntimeError(
                 "backward() was called a second time before optimizer.step(): per-sample gradients of one batch are "
                 "clipped together. Add the losses and call backward() once, or let max_physical_batch split the batch; "
-                "optimizer.zero_grad() discards a backward pass."
+                "optimizer.zero_grad() discards a backward pass. (Where torch.utils.checkpoint holds the last layers, it goes back "
+                "on its own: checkpoint(…, use_reentrant=False) does not.)"
             )
         if not self._scheduled:
             self._scheduled = True

@@ -66,6 +66,11 @@ class BackwardClip(LipschitzLayer):
         self.bound, self.reduction = float(bound), reduction
         self.rows: RowScale | None = None
 
+    @property
+    def undoes_means(self) -> bool:
+        """Whether what a mean divides by is taken into account: then the cut is that of each record's own cotangent."""
+        return self.reduction == "mean"
+
     def forward(self, x: Tensor) -> Tensor:
         return _Clip.apply(x, self)
 

@@ -45,7 +45,7 @@ def _start(
 
 
 def _finish(layers: list[LipschitzLayer], backward_clip: float | None) -> Sequential:
-    return Sequential(*layers, *([BackwardClip(backward_clip)] if backward_clip else []))
+    return Sequential(*layers, *([BackwardClip(backward_clip, "sum")] if backward_clip else []))  # as sessions reduce losses
 
 
 def lipschitz_mlp(

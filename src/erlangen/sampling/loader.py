@@ -7,17 +7,15 @@ stays an ordinary one.
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
 
@@ -31,8 +29,6 @@ from erlangen.workers import Workers
 
 #: told (whose rows, first of its logical batch, last of its logical batch, which pass) before each physical batch
 Announce = Callable[[RowMap, bool, bool, Pass], None]
-#: fetched where nobody was drawn, for the shapes of a batch: data sets and collate functions need not know what none of them is
-STAND_IN = 0
 
 
 class _Batches:
@@ -49,29 +45,13 @@ class _Batches:
             parts = self.units.share(self.sampler.draw(), self.limit, self.workers).parts
             draw = self.sampler.last  # loaders draw ahead
             for k, (rows, owner) in enumerate(parts):
-                owners = RowMap.of(owner) if self.units.grouped else RowMap.regular(len(rows))
+                plain = not self.units.grouped and int(owner[0]) >= 0
+                owners = RowMap.regular(len(rows)) if plain else RowMap.of(owner)
                 coming.append((owners, k == 0, k == len(parts) - 1, expected, draw))
-                yield rows.tolist() or [STAND_IN]
+                yield rows.tolist()
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
-
-
-def _emptied(batch: Any) -> Any:
-    """A batch of the same shapes in which nobody is."""
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, MutableMapping):
-        nobody = copy.copy(batch)  # of its own kind: what tokenizers return is no dict
-        nobody.update({key: _emptied(value) for key, value in batch.items()})
-        return nobody
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_emptied, batch))
-    if isinstance(batch, (list, tuple)):
-        if batch and all(isinstance(item, (str, bytes, int, float)) for item in batch):
-            return type(batch)()
-        return type(batch)(_emptied(item) for item in batch)
-    return batch
 
 
 class _RenewedWorker:
@@ -135,8 +115,6 @@ class PrivateLoader(DataLoader):
         try:
             for batch in super().__iter__():
                 rows, first, last, this.expected_batch, this.draw = coming.popleft()
-                if not rows.rows:
-                    batch = _emptied(batch)
                 if not self.private_sampler.seeded:  # whoever fetched it, or made the last step, may have seeded them
                     renew_generators(unused=False)
                     this.seed = torch.initial_seed()

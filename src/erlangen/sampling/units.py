@@ -88,7 +88,8 @@ class Units:
     def share(self, units: Tensor, limit: int | None, workers: Workers, padded: bool = False) -> Share:
         """What this worker does of a logical batch. Each unit, with all its rows, is one worker's; some may get none.
 
-        All workers get equally many physical batches (empty ones at the end), so that they stay in step.
+        All workers get equally many physical batches, so that they stay in step. Where nobody is left for one, row 0 stands in, and
+        belongs to nobody: modules and losses need not know what a batch of no rows is (x.view(len(x), -1) has no answer there).
         """
         ends = self._ends(units, workers.count)
         start = int(ends[workers.rank])
@@ -98,7 +99,7 @@ class Units:
         parts = cut(workers.rank)
         longest = max(len(cut(k)) for k in range(workers.count)) if limit and not workers.alone else len(parts)
         parts += self.physical(units[:0], limit, padded) * (longest - len(parts))
-        return Share(parts, before, total)
+        return Share([part if len(part[0]) else _filled(*part, 1) for part in parts], before, total)
 
     def _sizes(self, units: Tensor) -> Tensor:
         """How many rows each of these units has."""

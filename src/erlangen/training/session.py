@@ -180,8 +180,9 @@ class Session:
         remark_on_swallowed(self.model)
         device = next(self.model.parameters()).device
         made_up = (torch.randn(3, *self.dataset.input_shape, device=device),)
+        clips = getattr(mechanisms().get(config.mechanism), "clips", True)  # what does not sees to what comes back itself
         with torch.no_grad():
-            check_independence(self.model, made_up)
+            check_independence(self.model, made_up, reduction="sum" if clips else None)
             if self.most_rows is not None and self.most_rows < self.units.rows:
                 check_parts(self.model, made_up)
         noise = SecureNoise() if config.secure else StreamNoise(config.seed, self.run_id)
@@ -325,9 +326,9 @@ class Session:
 
     def _announce(self, rows: Tensor, owner: Tensor, first: bool, last: bool) -> None:
         count = self.config.views
-        grouped = self.units.grouped
         valid = owner >= 0 if self.config.pad else None
-        owners = RowMap.of(owner.repeat_interleave(count)) if grouped else RowMap.regular(len(rows), count, valid)
+        named = self.units.grouped or (valid is None and int(owner[0]) < 0)
+        owners = RowMap.of(owner.repeat_interleave(count)) if named else RowMap.regular(len(rows), count, valid)
         self.training.announce(owners, first, last)
 
     @with_everybody

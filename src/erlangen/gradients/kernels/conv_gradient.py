@@ -224,8 +224,8 @@ def conv_gradient(
     """
     if len(d) > ROWS * views:
         parts = zip(x.split(ROWS * views), d.split(ROWS * views), strict=True)
-        options = views, kernel, stride, padding, dilation, norms
-        return whole(conv_gradient(a, b, *options, setting=setting) for a, b in parts)
+        given_on = views, kernel, stride, padding, dilation, norms
+        return whole(conv_gradient(a, b, *given_on, setting=setting) for a, b in parts)
     (_, channels, height, width), (rows, outputs, out_height, out_width) = x.shape, d.shape
     owners, taps = rows // views, kernel[0] * kernel[1]
     x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))

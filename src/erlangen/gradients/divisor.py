@@ -1,0 +1,76 @@
+"""How many rows there are, on the way back: what returns to one record is the same whatever a mean divides by.
+
+Under Poisson sampling the number of rows B is as private as who they are. A mean sends g/B back, and the tape multiplies by B
+again; what is not proportional on the way (a hook that clamps, rounds or leaves out small gradients, an autograd function with a
+threshold) leaves something of B in every record's gradient. So does what multiplies or divides by the length of the batch itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from erlangen.gradients.draws import Drawn
+from erlangen.gradients.fewer import MixesSamples
+from erlangen.gradients.trace import alike_if_padded
+
+#: powers of two: multiplying by them rounds nothing
+SMALL, LARGE = 2.0**-20, 2.0**20
+#: of the largest gradient: what is less may be the rounding of what cancels, and that of c/5 is another than that of c/7
+NOISE = 1e-5
+#: below it float32 may have lost bits on the way
+LEAST = 1e-30
+
+THRESHOLD = (
+    "what comes back {where} is not in proportion to what the loss sends: something on the way looks at how large it is "
+    "(a hook that clamps or rounds gradients, or leaves out small ones; an autograd function with a threshold), and a mean divides "
+    "it by how many records were drawn, so that one record more changes the gradients of all others. Let the loss add up "
+    "(reduction='sum') and say loss_reduction='sum', or take it out."
+)
+_COUNTED = (
+    "what comes back through the module to one record changes with how many records the batch has: a hook or an autograd function "
+    "multiplies or divides by its length (g * len(g), or a BackwardClip for another reduction than that of the loss), so that one "
+    "record more changes the gradients of all others. Let it use a constant, or take it out."
+)
+
+#: of each layer, by row, what came back in a pass over so many rows, the ends being multiplied by a number
+Back = Callable[[int, float], list[dict[int, Tensor]]]
+
+
+def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction: str, devices: set[torch.device]) -> None:
+    """Raise unless row 0 gets back the same of a loss that is reduced so, over ``few`` rows and over ``more``, small or large."""
+    if reduction == "mean" and not any(_rounds_or_undoes(m) for m in module.modules()):
+        own = back(few, 1.0)
+        for scale in (SMALL, LARGE):
+            if not _alike(own, back(few, scale), 1.0, 1.0 / scale):
+                raise MixesSamples(THRESHOLD.format(where="through the module"))
+    over = lambda rows: float(rows) if reduction == "mean" else 1.0  # noqa: E731
+    for scale in (1.0, LARGE):  # a bound is seen where it is exceeded
+        try:
+            with Drawn(1.0, devices):  # masks of other shapes are others
+                own, other = (back(rows, scale / over(rows)) for rows in (few, more))
+        except Exception:  # it draws indices, or is for batches of one size: its own call will tell
+            return
+        if not _alike(own, other, over(few), over(more), NOISE):
+            raise MixesSamples(_COUNTED)
+
+
+def _rounds_or_undoes(m: nn.Module) -> bool:
+    """16-bit layers are refused at the step; a layer that knows of the mean may undo it."""
+    rounds = any(p.element_size() == 2 for p in m.parameters(recurse=False))
+    return rounds or bool(getattr(m, "undoes_means", False))
+
+
+def _alike(a: list[dict[int, Tensor]], b: list[dict[int, Tensor]], times_a: float, times_b: float, share: float = 0.0) -> bool:
+    """Of row 0, where it is no less than a share of the largest of all layers, and neither too large nor too small for float32."""
+    rows = [(one[0].double() * times_a, other[0].double() * times_b) for one, other in zip(a, b, strict=False)]
+    sizes = [[float(t.abs().max()) if t.numel() else 0.0 for t in pair] for pair in rows]
+    finite = [all(map(math.isfinite, pair)) for pair in sizes]
+    least = share * max((max(pair) for pair, held in zip(sizes, finite, strict=True) if held), default=0.0)
+    least = max(least, LEAST * max(times_a, times_b, 1.0))
+    return all(
+        alike_if_padded(*pair) for pair, size, held in zip(rows, sizes, finite, strict=True) if held and max(size) >= least
+    )
