@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .epsilon import AccountingError, Method, Neighbouring, epsilon
 from .ledger import LedgerError, copy_path, read_ledger
 from .ledger_format import Book
+from .protected import NAMELESS
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -60,6 +61,11 @@ class Spent:
             return (
                 f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a "
                 "part of it, nor to several together. Add up the runs of each unit by themselves"
+            )
+        if self.units == [NAMELESS] and len({book.data or UNKNOWN for book in self.books if book.steps}) > 1:
+            return (
+                "the runs protect groups without a name on different data, and whether one is part of another cannot be known. Say "
+                "what they are when you train (unit, --unit: patient, say), or add up the runs of each data set by themselves"
             )
         found: dict[str, Book] = {}
         for book in self.books:
