@@ -133,3 +133,18 @@ def with_training(training: Book | None, validated: Book, delta: float) -> tuple
         return both.epsilon(delta, "rdp"), None  # what only RDP can price: repeat-and-select
     except LedgerError as error:
         return math.inf, str(error)
+
+
+def with_one_each(training: Book | None, validated: Book, delta: float) -> tuple[str, float] | None:
+    """(unit, ε) of training and validation together for each unit that no more than one of the validated records belongs to:
+    all of such a unit moves the training's sum by its bound, and the counts by one. None where training protects records."""
+    if training is None or len(training.units) != 1 or training.units == ["record"] or validated.units != ["record"]:
+        return None
+    pairs = [*training.pairs(), *validated.pairs()]
+    if {training.neighbouring, validated.neighbouring} != {"add-or-remove-one"}:
+        return None
+    try:
+        spent = epsilon(pairs, delta)
+    except AccountingError:
+        spent = epsilon(pairs, delta, "rdp")
+    return training.units[0], spent

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import typer
@@ -200,7 +201,23 @@ def inspect(
         "steps": book.steps,
         "unit": book.units,
     }
+    result["accountant_notes"] += _beside(run, book, single_copy)
     _print(result, as_json, _show_ledger)
+
+
+def _beside(run: Path, book: acc.Book, single_copy: bool) -> list[str]:
+    """What else the folder of a run has spent: its training's ledger says nothing of validation."""
+    from erlangen.accounting.compose import ledgers_of
+
+    notes = []
+    for path in ledgers_of(run)[1:] if run.is_dir() else ():
+        validated = acc.read_ledger(path, single_copy)
+        which = "the same records" if validated.data == book.data else "other records"
+        notes.append(
+            f"this is training alone: {path.name} counts {validated.steps} releases more, on {which}; add both up with: "
+            f"erlangen account {quote(str(run))}"
+        )
+    return notes
 
 
 def _delta_of(run: Path) -> float:

@@ -28,6 +28,9 @@ IN_THE_TEST_SET = (
     "is shown as it is, without noise"
 )
 
+#: what no certificate of a run leaves out; its ledger says so from the beginning, because what is not there contradicts nothing
+STATED = ["sampler", "mechanism", "expected_batch", "weights"]
+
 
 def remark_on_guarantee(session: Session, say: Callable[[str], None]) -> None:
     """What the owner wants to know before the privacy is spent: a δ or an ε that protects nobody much."""

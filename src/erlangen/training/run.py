@@ -34,7 +34,7 @@ from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.sampling import Units
 from erlangen.training import checkpoint
-from erlangen.training.claims import remark_on_guarantee, write_certificate
+from erlangen.training.claims import STATED, remark_on_guarantee, write_certificate
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
@@ -212,7 +212,7 @@ def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
 def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
     """What a run begins with and must go on with."""
     kept = {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
-    return {**kept, **begun_with(config)}
+    return {**kept, "stated": STATED, **begun_with(config)}
 
 
 def _new_ledger(folder: Path, session: Session) -> Ledger:
