@@ -353,6 +353,8 @@ def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where
 
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:
     """Metrics of this moment, and a checkpoint of it."""
+    if ledger is not None:
+        ledger.require_in_place()  # or the folder is another run's by now
     metrics: dict[str, Any] = {"step": session.step_count, "epsilon": number(session.epsilon()), **session.evaluate()}
     metrics["small_parameters"] = near_zero(w for w in session.weights().values() if w.is_floating_point())
     if session.config.non_private:
@@ -366,6 +368,7 @@ def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dic
 def _keep(session: Session, folder: Path | None, ledger: Ledger | None) -> None:
     """A checkpoint of this moment."""
     if folder is not None and ledger is not None:
+        ledger.require_in_place()
         checkpoint.save(folder / "checkpoint.safetensors", {**session.state_dict(), "ledger": ledger.head})
 
 
@@ -404,6 +407,7 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
 
 
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:
+    ledger.require_in_place()
     weights = to_bytes({k: t.detach().cpu().contiguous() for k, t in session.weights().items()})
     checkpoint.write_atomically(folder / "weights.safetensors", weights)
     public = session.public_predictions()
