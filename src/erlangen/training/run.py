@@ -34,7 +34,7 @@ from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.sampling import Units
 from erlangen.training import checkpoint
-from erlangen.training.claims import STATED, remark_on_guarantee, write_certificate
+from erlangen.training.claims import STATED, remark_on_guarantee, spent_by, write_certificate
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
@@ -106,7 +106,7 @@ def train(
     if out is None:
         return _run(Session(config, dataset, workers=workers), None, None, watch)
     session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
-    replaced = _spent_by(Path(out))
+    replaced = spent_by(Path(out))
     folder = open_folder(out, overwrite)  # only now: options that do not fit together must not cost the old run
     if replaced is not None:
         say(f"the run in {folder} is replaced with its ledger: the ε = {replaced} that it spent still counts for who saw its model")
@@ -165,15 +165,6 @@ def resume(
             meet(session, for_good=True)
             return Result(finished, session, folder)
         return _run(session, folder, ledger, watch)
-
-
-def _spent_by(folder: Path) -> str | None:
-    """What the run in a folder spent, rounded up; None where there is none, or nothing can be read."""
-    try:
-        config, book = TrainConfig.from_file(folder / "config.json"), read_ledger(folder / "ledger.jsonl")
-    except (ConfigError, LedgerError, OSError):
-        return None
-    return upper(epsilon(book.pairs(), config.delta), 4) if book.steps and config.delta is not None else None
 
 
 def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:
