@@ -196,6 +196,13 @@ def test_a_name_and_its_labels_are_one_entry(unit):
         private(PrivacyEngine(), unit)
 
 
+@pytest.mark.parametrize("name", ["record", "Records "])
+def test_groups_are_not_called_records(name):
+    """What holds for two records together was promised to each of them, and added up with what is."""
+    with pytest.raises(ValueError, match="Call them what they are"):
+        private(PrivacyEngine(), {name: PATIENTS})
+
+
 class Shuffled(TensorDataset):
     """Shuffles itself between epochs, and takes the labels along."""
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from erlangen import joint, sharded
 from erlangen.accounting import Accountant, Protected
-from erlangen.accounting.protected import NAMELESS
+from erlangen.accounting.protected import NAMELESS, require_name
 from erlangen.gradients.attach import attach, detach, is_attached, refuse_set_forwards, remark_on_swallowed
 from erlangen.gradients.fewer import check_parts
 from erlangen.gradients.independence import MixesSamples, check_independence, check_padding
@@ -124,6 +124,8 @@ def _units(dataset: Any, unit: Any) -> Units:
         if len(unit) != 1 or not all(isinstance(key, str) and key for key in unit):
             raise ValueError(f"unit has the entries {list(unit)}; give one, a name and its labels: unit={{'patient': labels}}")
         ((name, unit),) = unit.items()
+    if unit is not None:
+        require_name(name)
     labels = unit_labels(dataset, unit)
     refuse_repeats(dataset, labels)
     return Units(len(dataset), labels, name)

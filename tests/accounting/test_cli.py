@@ -125,6 +125,27 @@ def test_runs_of_other_groupings_do_not_add_up(call, tmp_path):
     assert call("account", a, b, tmp_path / "more.jsonl", "--json")["in_all"]["epsilon"]["pld"] == "inf"
 
 
+def test_groups_without_a_name_on_other_data_do_not_add_up(call, tmp_path):
+    """Pairs of records in one run and fives in another, both called "group", were added up: ε = 4.05 for each group in both."""
+    for run, size in (("pairs", 2), ("fives", 5)):
+        header = {"units": Units(20, [k // size for k in range(20)]).digest()}
+        with Ledger.create(tmp_path / f"{run}.jsonl", header, data=f"records of {run}", run=run, unit="group") as ledger:
+            ledger.spend(Release(acc.poisson(0.1, acc.gaussian(2.0)), unit="group"), 20)
+    pairs, fives = tmp_path / "pairs.jsonl", tmp_path / "fives.jsonl"
+    assert call("account", pairs, pairs, "--json")["epsilon"]["pld"] < 2
+    out = call("account", pairs, fives, "--json")
+    assert [group["epsilon"]["pld"] < 2 for group in out["data_sets"]] == [True, True]
+    assert out["in_all"]["epsilon"] == {"pld": "inf", "rdp": "inf"}
+    assert "groups without a name on different data" in out["in_all"]["notes"][-1]
+
+
+def test_a_relation_that_the_ledgers_do_not_state_is_not_answered_in_silence(call, run_folder):
+    """The ε of add-or-remove-one, 1.83, was printed for whoever asked for replace-one, under which it is 2.2 and more."""
+    for relation in ("replace-one", "add-or-remove-one"):
+        call("account", run_folder, "--neighbouring", relation, code=2, words="under the relation that its ledger states")
+    assert call(*PARAMETERS, "--neighbouring", "replace-one", "--json")["neighbouring"] == "replace-one"
+
+
 def test_runs_are_priced_at_the_delta_they_were_trained_for(call, run_folder, tmp_path):
     """1e-5 is too much for a data set of a million, and its certificate says another ε."""
     (run_folder / "config.json").write_text(json.dumps({"delta": 1e-7}))

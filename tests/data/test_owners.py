@@ -13,7 +13,10 @@ from erlangen.data.preprocessing import DataError
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("p001", "P001"), ("1", "1.0"), (1, "01"), (" p7", "p7 "), ("P-007", "p-7"), (12, 12.0), ("p0", "P00")],
+    [
+        ("p001", "P001"), ("1", "1.0"), (1, "01"), (" p7", "p7 "), ("P-007", "p-7"), (12, 12.0), ("p0", "P00"),
+        ("M\u00fcller", "Mu\u0308ller"), ("\uff1012", "12"), ("p\u20117", "p-7"), ("p\u20127", "p\u22127"),
+    ],
 )
 def test_spellings_of_one_id_fold_together(one, other):
     assert folded(one) == folded(other)
@@ -32,6 +35,35 @@ def test_what_looks_wrong_about_ids_is_said():
     assert len(notes) == 2
     assert "'P1' and 'p1'" in notes[0]
     assert "every image has a patient of its own (a: 'p1')" in notes[1]
+
+
+def test_letters_with_their_accents_beside_them_are_no_other_patient():
+    """Some file systems write them so: the images of ten patients were protected as those of twenty, and nothing was said."""
+    notes: list[str] = []
+    remark_on_ids(["M\u00fcller", "Mu\u0308ller", "x"], ["a", "b", "c"], "patient", notes)
+    assert "1 patient(s) are written in several ways ('Mu\\u0308ller' and 'M\\xfcller', say)" in notes[0]
+    assert in_both(["M\u00fcller"], ["Mu\u0308ller"]) == ["Mu\u0308ller"]
+
+
+def test_a_table_that_gives_an_image_to_two_patients_is_refused(tmp_path):
+    """Under two ways to write its path: the first that was looked up was taken, in silence."""
+    for k in range(4):
+        picture(tmp_path / "scans" / f"c{k % 2}" / f"{k}.png", 10 * k)
+    rows = [f"c{k % 2}/{k}.png,p{k}" for k in range(4)]
+    table = tmp_path / "patients.csv"
+    for more, named in (("0.png,p9", "0.png"), ("scans/c0/0.png,p9", "scans/c0/0.png")):
+        table.write_text("\n".join(["file,patient", *rows, more]))
+        with pytest.raises(DataError, match=rf"c0/0.png that it belongs to 'p0' \(c0/0.png\) and to 'p9' \({named}\)"):
+            load(tmp_path / "scans", "patient", unit_csv=str(table))
+    table.write_text("\n".join(["file,patient", *rows, "scans/c0/0.png,p0"]))
+    assert load(tmp_path / "scans", "patient", unit_csv=str(table)).unit.tolist() == ["p0", "p2", "p1", "p3"]
+
+
+def test_ids_of_two_columns_are_named():
+    x = np.random.default_rng(0).integers(0, 255, (4, 8, 8), dtype=np.uint8)
+    arrays = {"x_train": x, "y_train": np.arange(4) % 2, "patient": np.arange(8).reshape(4, 2)}
+    with pytest.raises(DataError, match=r"patient has shape \(4, 2\) for 4 training images; give one id per image"):
+        from_arrays("a", arrays, "patient")
 
 
 def test_nobody_is_on_both_sides_in_another_spelling():

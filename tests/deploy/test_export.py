@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from erlangen.extras import MissingExtra
 from erlangen.lipschitz.backward_clip import BackwardClip
 from erlangen.models import make_model
 from erlangen.training import TrainConfig, run
+from erlangen.training.validate import validate
 
 C4 = eq.cyclic(4)
 SO2 = eq.so2()
@@ -211,6 +213,32 @@ def trained(tmp_path_factory):
     config = TrainConfig(model="cnn", steps=5, batch=256, epsilon=None, noise_multiplier=2.0, evaluations=1, data_options=options)
     run.train(config, folder)
     return folder
+
+
+def test_an_exported_file_claims_what_verifies(trained, tmp_path):
+    """It repeated ε = 0.1 from an edited summary.json, ε = 3 with the weights of another training, and left validation out."""
+    def claimed(folder):
+        export(folder, "torch", tmp_path / "out")
+        return json.loads((tmp_path / "out" / "model.json").read_text())["privacy"]
+
+    sound = claimed(trained)
+    names = ("edited", "others", "validated", "bare")
+    edited, others, validated, bare = (shutil.copytree(trained, tmp_path / name) for name in names)
+    summary = json.loads((edited / "summary.json").read_text())
+    summary["guarantee"]["epsilon"] = {"pld": 0.1, "rdp": 0.1}
+    (edited / "summary.json").write_text(json.dumps(summary))
+    assert claimed(edited) == sound
+    run.train(TrainConfig(model="cnn", steps=1, batch=256, seed=1, epsilon=None, noise_multiplier=0.0), tmp_path / "no-privacy")
+    shutil.copy(tmp_path / "no-privacy" / "weights.safetensors", others)
+    with pytest.raises(ExportError, match=r"does not hold.*is not the model of this certificate"):
+        export(others, "torch", tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    validate(validated, "digits", 1.0)
+    found = claimed(validated)
+    assert found["epsilon_with_validation"] > 2 * sound["epsilon"]["pld"]
+    assert "on the records of the training" in found["validation"]
+    (bare / "certificate.json").unlink()
+    assert claimed(bare)["epsilon"] is None
 
 
 def test_a_run_exports_to_source_that_stands_alone(trained, tmp_path):

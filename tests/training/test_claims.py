@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
+from erlangen.accounting import certificate
 from erlangen.accounting.certificate_check import examine, verify
 from erlangen.accounting.certificate_text import in_one_line
 from erlangen.data import from_torch, load
@@ -206,3 +207,20 @@ def test_the_certificate_names_its_weights_and_no_others_verify(tmp_path):
     assert alone.certified is not None
     assert alone.certified["weights_compared"] is False
     assert "; no weights compared; " in in_one_line(alone.certified)
+
+
+def test_what_a_certificate_leaves_out_is_a_problem(tmp_path):
+    """Without its digest any other model verified beside it, and without its sampler any number of records."""
+    train(CONFIG, tmp_path, dataset=from_arrays("arrays", arrays(1)), say=lambda text: None)
+    path = tmp_path / "certificate.json"
+    whole = certificate.load(path)
+    assert examine(path).remarks == ()
+    (tmp_path / "weights.safetensors").write_bytes(b"another model")
+    for name, other in (("weights", None), ("sampler", None), ("sampler", "all"), ("mechanism", None), ("expected_batch", None)):
+        left = {key: value for key, value in whole.items() if key != name}
+        certificate.save(left if name == "weights" else {**left, name: other}, tmp_path)
+        assert f"{name} is left out, which every certificate of this run states" in verify(path)
+    for ledger in tmp_path.glob("ledger.jsonl*"):
+        ledger.unlink()
+    certificate.save({key: value for key, value in whole.items() if key != "weights"}, tmp_path)
+    assert [remark[:40] for remark in examine(path).remarks[1:]] == ["the certificate names no weights: whethe"]

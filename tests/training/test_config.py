@@ -82,3 +82,11 @@ def test_the_same_options_where_they_do_something():
 def test_a_weight_decay_is_a_finite_number_that_is_not_negative(value):
     with pytest.raises(ConfigError, match=r"weight_decay is .*; give a number ≥ 0"):
         TrainConfig(weight_decay=value)
+
+
+@pytest.mark.parametrize("name", ["record", "Records", " record"])
+def test_groups_of_records_are_not_called_records(name):
+    """Pairs that an array called "record" named were promised ε = 3 "for each record"; of one of a pair, 4.6 is true."""
+    with pytest.raises(ConfigError, match="what is protected without units"):
+        TrainConfig(unit=name)
+    assert TrainConfig(unit="recording").unit == "recording"

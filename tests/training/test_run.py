@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -114,6 +115,35 @@ def test_a_ledger_that_cannot_be_written_stops_training(tmp_path, monkeypatch):
     with pytest.raises(LedgerError, match="No space left"):
         run.train(SMALL, tmp_path / "r")
     assert not used
+
+
+def another_run(folder):
+    shutil.rmtree(folder)
+    run.train(dataclasses.replace(SMALL, steps=2, epsilon=0.5), folder)
+
+
+def a_copy_of_itself(folder):
+    for name in ("ledger.jsonl", "ledger.jsonl.copy"):
+        shutil.copy(folder / name, folder / "new")
+        (folder / "new").replace(folder / name)
+
+
+@pytest.mark.parametrize("change", [another_run, a_copy_of_itself, lambda folder: (folder / "ledger.jsonl.copy").unlink()])
+def test_a_ledger_that_is_gone_from_its_place_stops_training(change, tmp_path):
+    """Its file was still written to, where nobody can read it: of 200 releases the folder's ledger counted 5, and 6, and the
+    weights beside it had been given all 200."""
+    folder = tmp_path / "run"
+
+    def watch(session, metrics):
+        if session.step_count == 3:
+            change(folder)
+
+    long = dataclasses.replace(SMALL, steps=100, seed=None, evaluations=2)
+    with pytest.raises(LedgerError, match=r"was deleted or replaced while this run was writing it.*not private"):
+        run.train(long, folder, watch=watch)
+    assert not (folder / "weights.safetensors").exists() or change is another_run
+    if change is another_run:
+        assert certificate_check.verify(folder / "certificate.json") == [], "its files are its own"
 
 
 def test_resuming_an_old_checkpoint_counts_twice_and_stops_before_the_budget(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from erlangen.accounting.ledger import Ledger
 from erlangen.training import run
 from erlangen.training.config import ConfigError
+from erlangen.training.validate import validate
 from tests.training.test_run import SMALL
 
 
@@ -21,6 +22,20 @@ def test_what_a_replaced_run_spent_is_said(tmp_path):
     spent = first.summary["guarantee"]["epsilon"]["pld"]
     shown = float(words.split("ε = ")[1].split(" ")[0])
     assert spent <= shown < 1.001 * spent
+
+
+def test_what_validation_of_a_replaced_run_spent_is_said_with_it(tmp_path):
+    """ε = 2.999 was said of a folder whose two ledgers had 15.63; and nothing at all where they could not be read."""
+    said: list[str] = []
+    folder = tmp_path / "run"
+    run.train(SMALL, folder, say=said.append)
+    both = validate(folder, "digits", 0.5)["epsilon"]
+    run.train(SMALL, folder, overwrite=True, say=said.append)
+    assert 0.99 * both <= float(said[-1].split("ε = ")[1].split(" ")[0])
+    for ledger in folder.glob("ledger.jsonl*"):
+        ledger.write_bytes(ledger.read_bytes() + b"x\n")
+    run.train(SMALL, folder, overwrite=True, say=said.append)
+    assert "ε = ∞ (its ledger cannot be read)" in said[-1]
 
 
 def test_an_infinite_target_is_named_before_the_records_are_read():

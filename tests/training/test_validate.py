@@ -12,9 +12,12 @@ from erlangen.accounting import epsilon, gaussian
 from erlangen.accounting.ledger import LedgerError, read_ledger
 from erlangen.cli.main import app
 from erlangen.data import load
+from erlangen.report.folder import read
+from erlangen.report.privacy import statement
 from erlangen.training import TrainConfig, run
 from erlangen.training.config import ConfigError
 from erlangen.training.validate import validate
+from erlangen.ui.runs import Runs
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,44 @@ def test_a_run_that_protects_patients_does_not_count_records_unasked(tmp_path):
     assert result["unit"] == "record"
     assert result["epsilon"] == "inf", "they were trained on, and one of four can turn its patient's gradient by two bounds"
     assert "training protected each patient as a whole" in result["why_if_trained_on"]
+
+
+def test_patients_of_whom_one_record_is_validated_have_a_finite_epsilon(tmp_path):
+    """They move the training's sum by its bound and each count by one, and were told ε = ∞."""
+    digits = load("digits")
+    patients = {"x_train": digits.x_train[:200], "y_train": digits.y_train[:200], "patient": np.arange(200) // 4}
+    np.savez(tmp_path / "patients.npz", **patients)
+    np.savez(tmp_path / "one-each.npz", x_train=digits.x_train[:200:4], y_train=digits.y_train[:200:4])
+    config = TrainConfig(data=str(tmp_path / "patients.npz"), unit="patient", model="logistic", steps=2, batch=10, seed=0)
+    run.train(config, tmp_path / "run", say=lambda text: None)
+    given = ["validate", str(tmp_path / "run"), "--data", str(tmp_path / "one-each.npz"), "--per-record"]
+    said = CliRunner().invoke(app, given).stdout
+    result = validate(tmp_path / "run", tmp_path / "one-each.npz", 5.0, per_record=True)
+    paid = [*read_ledger(tmp_path / "run" / "ledger.jsonl").pairs(), (gaussian(5.0), 4)]
+    assert result["epsilon_if_one_each"] == pytest.approx(epsilon(paid, result["delta"]))
+    assert result["epsilon_if_one_each"] < 4
+    assert result["epsilon_if_trained_on"] == "inf", "of a single record nothing is promised"
+    assert "for each patient to whom no more than one of these records belongs" in said
+    assert validate(tmp_path / "run", tmp_path / "one-each.npz", 0.0, per_record=True)["epsilon_if_one_each"] == "inf"
+
+
+def test_a_run_that_was_validated_says_so_wherever_its_epsilon_is_shown(tmp_path, trained):
+    """Reports, the local page and erlangen inspect said ε = 3 for each record where two counts of them had cost 15.7."""
+    folder = shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation*"))
+    before, runs = read(folder), Runs(tmp_path)
+    assert (before.spent, before.validation) == (before.epsilon, None)
+    assert next(iter(runs.listing())).epsilon == before.epsilon
+    both = validate(folder, "digits", 0.5)["epsilon"]
+    found = read(folder)
+    assert found.epsilon == before.epsilon < 4 < found.spent < 1.05 * both
+    words = statement(found)
+    assert "training and validation together" in words.headline
+    assert "on the records of the training" in " ".join(words.warnings)
+    assert not any("recognise" in sentence for sentence in words.sentences), "rates of training alone"
+    assert next(iter(runs.listing())).epsilon == found.spent
+    assert "on the same records; add both up" in CliRunner().invoke(app, ["inspect", str(folder)]).stdout
+    validate(folder, "digits", 0.0)
+    assert statement(read(folder)).tone == "bad"
 
 
 def test_records_of_which_some_may_have_been_trained_on_are_told_both(tmp_path, trained):

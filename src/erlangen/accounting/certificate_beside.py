@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from .certificate_text import markdown, promised
-from .compose import VALIDATION_NAME, with_training
+from .certificate_text import markdown, printable, promised
+from .compose import VALIDATION_NAME, with_one_each, with_training
 from .ledger import copy_path, read_ledger
 from .ledger_format import Book, LedgerError, Release
 
@@ -66,27 +67,43 @@ def weights_beside(path: Path, document: Mapping[str, Any]) -> tuple[bool | None
     ]
 
 
+@dataclass(frozen=True)
+class Validation:
+    """What private validation beside a certificate released, of which the certificate says nothing."""
+
+    epsilon: float
+    """Of training and validation together, for a record that is among both; ∞ where they do not add up."""
+    on_training: bool
+    """Whether it was on the very records of the training, so that each of them has spent that."""
+    words: str
+
+
 def validated(
     path: Path, document: Mapping[str, Any], releases: Sequence[tuple[Release, int]], single_copy: bool
-) -> tuple[float | str | None, str | None]:
-    """(ε of a record that was trained on and validated on, in words) where a validation ledger lies beside the certificate."""
+) -> Validation | None:
+    """What the validation ledger beside the certificate counts; None without one."""
     ledger = path.parent / VALIDATION_NAME
     if not ledger.exists() and not copy_path(ledger).exists():
-        return None, None
+        return None
     try:
         book = read_ledger(ledger, single_copy)
     except (LedgerError, ValueError, OSError) as error:
-        return "inf", f"what validation cost beyond the certificate is not known: {error}"
+        return Validation(math.inf, False, f"what validation cost beyond the certificate is not known: {error}")
     if not book.steps:
-        return None, None
+        return None
     data = document["data"].get("fingerprint")
     header = {"run": document["run"], "data": data}
     training = Book(header, tuple(release for release, _ in releases), tuple(count for _, count in releases))
     spent, why = with_training(training, book, document["delta"])
-    both: float | str = spent if math.isfinite(spent) else "inf"
-    which = "the records of the training" if data == book.data else "other records (another fingerprint)"
-    whom = "for each record" if data == book.data else "for a record that is among both"
-    return both, (
+    same, delta = data == book.data, promised(document["delta"])
+    which = "the records of the training" if same else "other records (another fingerprint)"
+    whom = "for each record" if same else "for a record that is among both"
+    words = (
         f"{VALIDATION_NAME} counts {book.steps} releases more, on {which}, which the certificate does not: together "
-        f"ε = {promised(both)} at δ = {promised(document['delta'])} {whom}{f' ({why})' if why else ''}"
+        f"ε = {promised(spent if math.isfinite(spent) else 'inf')} at δ = {delta} {whom}{f' ({why})' if why else ''}"
     )
+    one_each = with_one_each(training, book, document["delta"])
+    if one_each is not None and math.isfinite(one_each[1]):
+        unit = printable(one_each[0])
+        words += f"; ε = {promised(one_each[1])} for each {unit} to whom no more than one of those records belongs"
+    return Validation(spent, same, words)

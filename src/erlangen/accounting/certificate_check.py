@@ -22,12 +22,12 @@ from .certificate import (
     load,
     software,
 )
-from .certificate_beside import page_problems, validated, weights_beside
+from .certificate_beside import Validation, page_problems, validated, weights_beside
+from .certificate_ledger import against_ledger
 from .certificate_text import certified
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
-from .ledger_format import Book
 
 MAX_RELEASE_KINDS = 2000
 _PUBLIC_NUMBERS = (PUBLIC_NUMBERS, "the number of records is treated as public")  # and what earlier certificates say
@@ -69,11 +69,17 @@ class Verdict:
     notes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     certified: Mapping[str, Any] | None = None
+    validation: Validation | None = None
+    """What was released beside the certificate; None where nothing was, or where there is a problem."""
 
 
 ALONE = (
     "there is no ledger beside the certificate: its releases were not compared with what was written down as they were made "
     "(name one with --ledger)"
+)
+
+UNNAMED = (
+    "the certificate names no weights: whether the model in weights.safetensors beside it is the one that it speaks of is not known"
 )
 
 
@@ -113,10 +119,12 @@ def examine(
     compared, others = weights_beside(Path(path), document)
     if problems := [*others, *(page_problems(Path(path), document) if page else [])]:
         return replace(verdict, problems=tuple(problems))
-    both, words = validated(Path(path), document, _releases(document["releases"])[0], single_copy)
-    remarks = tuple(remark for remark in (None if found else ALONE, words) if remark)
+    beyond = validated(Path(path), document, _releases(document["releases"])[0], single_copy)
+    unnamed = UNNAMED if compared is None and (Path(path).parent / "weights.safetensors").exists() else None
+    remarks = (None if found else ALONE, unnamed, None if beyond is None else beyond.words)
+    both = None if beyond is None else beyond.epsilon if math.isfinite(beyond.epsilon) else "inf"
     facts = {**certified(document, found is not None, compared), "epsilon_with_validation": both}
-    return replace(verdict, remarks=remarks, certified=facts)
+    return replace(verdict, remarks=tuple(filter(None, remarks)), certified=facts, validation=beyond)
 
 
 def check(document: Mapping[str, Any], public_key: str | None = None, ledger: Path | None = None) -> list[str]:
@@ -146,7 +154,7 @@ def _judge(document: Mapping[str, Any], public_key: str | None, ledger: Path | N
     notes += [note for note in book.notes if note not in notes]
     if not known:
         problems.append("the ledger never stood where the certificate ends: it was rolled back, or is another run's")
-    return Verdict((*problems, *_against_ledger(document, releases, book)), tuple(notes))
+    return Verdict((*problems, *against_ledger(document, releases, book)), tuple(notes))
 
 
 def _shape(document: Mapping[str, Any]) -> list[str]:
@@ -335,44 +343,6 @@ def _recompute(document: Mapping[str, Any], releases: list[tuple[Release, int]])
             continue
         label = f"attacker's true-positive rate at {expected['fpr']:g}"
         problems += _compare(label, row.get("tpr", "missing"), expected["tpr"], max(tolerance, 1e-5))
-    return problems
-
-
-def _against_ledger(document: Mapping[str, Any], releases: list[tuple[Release, int]], book: Book) -> list[str]:
-    if book.run != document["run"]:
-        return [f"the ledger is of run {book.run}, the certificate of {document['run']}"]
-    certified: dict[str, int] = {}
-    for release, count in releases:
-        key = strict_json.dumps(release.to_json())
-        certified[key] = certified.get(key, 0) + count
-    counted: dict[str, int] = {}
-    for release, count in zip(book.releases, book.counts):  # two kinds of a ledger may be the same release
-        key = strict_json.dumps(release.to_json())
-        counted[key] = counted.get(key, 0) + count
-    kinds = {strict_json.dumps(release.to_json()): release for release in book.releases}
-    problems = []
-    for key, count in counted.items():
-        listed = certified.get(key, 0)
-        if count > listed:
-            problems.append(f"the ledger counts {count} releases of {kinds[key].event!r:.80}, the certificate {listed}")
-    if book.data != document["data"].get("fingerprint"):
-        problems.append("the data fingerprint is not the ledger's")
-    return [*problems, *_against_options(document, book)]
-
-
-def _against_options(document: Mapping[str, Any], book: Book) -> list[str]:
-    """The options that the run began with, and the statistics that it shows without a guarantee, as its ledger keeps them."""
-    began, shown = (book.header.get(name) for name in ("options", "non_private"))
-    config, problems = document["config"] or {}, []
-    for name, value in began.items() if isinstance(began, Mapping) else ():
-        if name not in config or config[name] != value:
-            problems.append(f"{name} is {config.get(name)!r:.40} in the configuration, and {value!r:.40} in the ledger")
-    for name in shown if isinstance(shown, list) else ():
-        if name not in document["non_private"]:
-            problems.append(f"non_private does not name {name!r:.40}, which the ledger does")
-    weights = book.header.get("weights")
-    if weights is not None and not any(isinstance(words, str) and str(weights) in words for words in document["not_covered"]):
-        problems.append(f"not_covered does not name the weights that training began with, SHA-256 {weights!s:.64}")
     return problems
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .epsilon import AccountingError, Method, Neighbouring, epsilon
 from .ledger import LedgerError, copy_path, read_ledger
 from .ledger_format import Book
+from .protected import NAMELESS
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -60,6 +61,11 @@ class Spent:
             return (
                 f"the runs protect different units ({', '.join(self.units)}): what one promises to a unit it does not promise to a "
                 "part of it, nor to several together. Add up the runs of each unit by themselves"
+            )
+        if self.units == [NAMELESS] and len({book.data or UNKNOWN for book in self.books if book.steps}) > 1:
+            return (
+                "the runs protect groups without a name on different data, and whether one is part of another cannot be known. Say "
+                "what they are when you train (unit, --unit: patient, say), or add up the runs of each data set by themselves"
             )
         found: dict[str, Book] = {}
         for book in self.books:
@@ -127,3 +133,18 @@ def with_training(training: Book | None, validated: Book, delta: float) -> tuple
         return both.epsilon(delta, "rdp"), None  # what only RDP can price: repeat-and-select
     except LedgerError as error:
         return math.inf, str(error)
+
+
+def with_one_each(training: Book | None, validated: Book, delta: float) -> tuple[str, float] | None:
+    """(unit, ε) of training and validation together for each unit that no more than one of the validated records belongs to:
+    all of such a unit moves the training's sum by its bound, and the counts by one. None where training protects records."""
+    if training is None or len(training.units) != 1 or training.units == ["record"] or validated.units != ["record"]:
+        return None
+    pairs = [*training.pairs(), *validated.pairs()]
+    if {training.neighbouring, validated.neighbouring} != {"add-or-remove-one"}:
+        return None
+    try:
+        spent = epsilon(pairs, delta)
+    except AccountingError:
+        spent = epsilon(pairs, delta, "rdp")
+    return training.units[0], spent

@@ -25,16 +25,12 @@ from typing import IO, TYPE_CHECKING, Any
 from . import ledger_format as fmt
 from . import strict_json
 from .ledger_format import Book, LedgerError, NotALedger, Release
+from .ledger_lock import acquire, is_at, is_live
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Book", "Ledger", "LedgerError", "NotALedger", "Release", "copy_path", "read_ledger"]
+__all__ = ["Book", "Ledger", "LedgerError", "NotALedger", "Release", "copy_path", "is_live", "read_ledger"]
 
 
 def copy_path(path: str | os.PathLike[str]) -> Path:
@@ -105,7 +101,7 @@ class Ledger:
         book = fmt.advance(None, record, digest)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            lock = _acquire(target)
+            lock = acquire(target)
         except OSError as error:
             raise _cannot("create", target, error) from None
         try:
@@ -128,7 +124,7 @@ class Ledger:
         try:
             if not target.parent.is_dir():
                 raise LedgerError(f"no ledger at {target}: the folder does not exist")
-            lock = _acquire(target)
+            lock = acquire(target)
         except OSError as error:
             raise _cannot("open", target, error) from None
         try:
@@ -230,6 +226,20 @@ class Ledger:
         """Whether this ledger passed through `head`: a checkpoint from another run or a rolled-back ledger fails."""
         return fmt.passed_through(strict_json.read_bytes(self.path, "ledger"), head)
 
+    def require_in_place(self) -> None:
+        """Both files are still those that are written to. What goes into a file that was deleted, or replaced by another run's or
+        by a copy of itself, is on no disk when somebody reads it: nothing more may be released."""
+        if self._state == "closed":
+            return
+        for path, file in zip((self.path, copy_path(self.path)), self._files):
+            if not is_at(path, file):
+                self._state = "gone from its place"
+                raise LedgerError(
+                    f"{path} was deleted or replaced while this run was writing it: what was released since is on no ledger there. "
+                    "Nothing more is released; restore it from a backup, or treat what the run has left as not private "
+                    "(epsilon = infinity)"
+                )
+
     # --- writing ---
 
     def _kind(self, release: Release | DpEvent) -> int:
@@ -268,6 +278,7 @@ class Ledger:
             for file in self._files:
                 _write_all(file, line)
                 os.fsync(file)
+            self.require_in_place()
         except OSError as error:
             # What reached the disk is unknown: the next `open` finds out, and counts in doubt.
             self._state = "broken by a failed write"
@@ -356,32 +367,6 @@ def _write_all(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
-
-
-def _acquire(path: Path) -> IO[str]:
-    """An exclusive lock that the system releases when the process ends, however it ends."""
-    lock = open(f"{path}.lock", "a", encoding="utf-8")  # noqa: SIM115 (held until close)
-    if fcntl is not None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise LedgerError(f"another process is writing {path}; wait for it, or use another run folder") from None
-    return lock
-
-
-def is_live(path: Path) -> bool:
-    """Whether a process holds the ledger's lock at this moment."""
-    if fcntl is None:
-        return False
-    try:
-        with open(f"{path}.lock", "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> LedgerError:

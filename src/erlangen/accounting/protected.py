@@ -10,6 +10,18 @@ from .events import EventError
 
 #: what units are called whose labels came without a name: on other records they may be anybody's
 NAMELESS = "group"
+#: what is protected where nobody says whose records are whose: as the name of a group it would promise to each record what
+#: holds for all of a group's together
+_RECORDS = ("record", "records")
+
+
+def require_name(unit: str) -> None:
+    """Groups of records are not called records: one record can move its group's clipped gradient by two bounds."""
+    if unit.strip().casefold() in _RECORDS:
+        raise ValueError(
+            f"unit is {unit!r}, which is what is protected without units: groups of that name would promise to each record what "
+            "holds for a group as a whole. Call them what they are (patient, say), or leave unit out"
+        )
 
 
 @dataclass(frozen=True)

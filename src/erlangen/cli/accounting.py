@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import typer
@@ -39,7 +40,9 @@ def account(
     noise_multiplier: float | None = typer.Option(None, help="Noise std / sensitivity σ."),
     steps: int | None = typer.Option(None, help="Number of releases."),
     delta: float | None = typer.Option(None, help="Target δ; default the least of the runs' own, else 1e-5."),
-    neighbouring: str = typer.Option("add-or-remove-one", help="add-or-remove-one or replace-one."),
+    neighbouring: str | None = typer.Option(
+        None, help="add-or-remove-one (default) or replace-one; the ledgers of runs say it themselves."
+    ),
     repeat_mean: float | None = typer.Option(
         None, help="Best of a random number of such trainings with this mean (hyper-parameter search; RDP only)."
     ),
@@ -58,6 +61,11 @@ def account(
     if runs:
         if repeat_mean is not None:
             raise Misuse("--repeat-mean prices a search that is still to be run; the ledgers of runs are added up")
+        if neighbouring is not None:
+            raise Misuse(
+                f"--neighbouring {neighbouring} is for parameters; a run's releases are priced under the relation that its ledger "
+                "states, under which its noise was made: leave it out"
+            )
         delta = min(map(_delta_of, runs)) if delta is None else delta
         _print(_account_runs(runs, delta, single_copy), as_json, _show_runs)
         return
@@ -74,7 +82,7 @@ def account(
     if repeat_mean is not None:
         once = acc.sequence([acc.composed(event, count) for event, count in pairs])
         pairs = [(acc.repeat_and_select(once, repeat_mean, repeat_shape), 1)]
-    result = _priced(pairs, delta, neighbouring)
+    result = _priced(pairs, delta, neighbouring or "add-or-remove-one")
     if opacus_history is None:
         result |= {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     _print(result, as_json, _show_price)
@@ -193,7 +201,23 @@ def inspect(
         "steps": book.steps,
         "unit": book.units,
     }
+    result["accountant_notes"] += _beside(run, book, single_copy)
     _print(result, as_json, _show_ledger)
+
+
+def _beside(run: Path, book: acc.Book, single_copy: bool) -> list[str]:
+    """What else the folder of a run has spent: its training's ledger says nothing of validation."""
+    from erlangen.accounting.compose import ledgers_of
+
+    notes = []
+    for path in ledgers_of(run)[1:] if run.is_dir() else ():
+        validated = acc.read_ledger(path, single_copy)
+        which = "the same records" if validated.data == book.data else "other records"
+        notes.append(
+            f"this is training alone: {path.name} counts {validated.steps} releases more, on {which}; add both up with: "
+            f"erlangen account {quote(str(run))}"
+        )
+    return notes
 
 
 def _delta_of(run: Path) -> float:

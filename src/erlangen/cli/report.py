@@ -38,7 +38,7 @@ def report(
     if as_json:
         states = [
             {
-                "run": str(r.folder), "epsilon": r.epsilon if r.epsilon < float("inf") else "inf", "delta": r.delta,
+                "run": str(r.folder), "epsilon": r.spent if r.spent < float("inf") else "inf", "delta": r.delta,
                 "test_accuracy": r.accuracy, "certificate": r.certificate is not None, "problems": list(r.problems),
             }
             for r in found.runs

@@ -48,6 +48,11 @@ def validate(
         typer.echo(
             f"           ε = {_words(result['epsilon_if_trained_on'])} for a record that the run was trained on, too{why}"
         )
+    if result["epsilon_if_one_each"] is not None:
+        typer.echo(
+            f"           ε = {_words(result['epsilon_if_one_each'])} for each {result['training_protects']} to whom no more than "
+            "one of these records belongs, training and validation together"
+        )
     typer.echo("Confusion  (rows: actual, columns: predicted; noisy counts)")
     labels = ModelCard.read(run).labels
     width = min(20, max(map(len, labels)))

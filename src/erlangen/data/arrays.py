@@ -242,7 +242,7 @@ def _unit(name: str, arrays: dict[str, np.ndarray], unit: str | None) -> np.ndar
     if unit not in arrays:
         raise DataError(f"{name} has no array {unit!r} for the unit of privacy (it has {sorted(arrays)})")
     owner = arrays[unit]
-    if owner.shape[:1] != arrays["x_train"].shape[:1]:
+    if owner.shape != arrays["x_train"].shape[:1]:
         rows = len(arrays["x_train"])
         raise DataError(f"{name}: {unit} has shape {owner.shape} for {rows} training images; give one id per image")
     return owner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -33,8 +34,10 @@ def owners(files: list[Path], root: Path, unit: str, options: DataOptions, stric
 
 
 def folded(owner: object) -> str:
-    """An id without what people write differently: capitals, spaces around it, leading zeros, a spreadsheet's ".0"."""
-    text = re.sub(r"\.0+$", "", str(owner).strip().casefold())
+    """An id without what people, and their machines, write differently: capitals, spaces around it, leading zeros, a
+    spreadsheet's ".0", accents beside their letters (as some file systems have them), wide letters, dashes of other lengths."""
+    plain = re.sub("[\u2010-\u2015\u2212]", "-", unicodedata.normalize("NFKC", str(owner)))
+    text = re.sub(r"\.0+$", "", unicodedata.normalize("NFKC", plain.strip().casefold()))
     return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
 
 
@@ -47,7 +50,7 @@ def remark_on_ids(ids: Sequence[object], names: Sequence[str], unit: str, notes:
     if twice:
         a, b = twice[0]
         notes.append(
-            f"{len(twice)} {unit}(s) are written in several ways ({a!r} and {b!r}, say) and are protected as different ones: if "
+            f"{len(twice)} {unit}(s) are written in several ways ({_shown(a, b)}, say) and are protected as different ones: if "
             "they are the same, write them alike"
         )
     if 1 < len(ids) == len(set(ids)):
@@ -55,6 +58,12 @@ def remark_on_ids(ids: Sequence[object], names: Sequence[str], unit: str, notes:
             f"every image has a {unit} of its own ({names[0]}: {str(ids[0])!r}), so that each is protected by itself: if a {unit} "
             "can have several, what says whose they are is wrong"
         )
+
+
+def _shown(one: str, other: str) -> str:
+    """Both spellings, so that they can be told apart where they look the same."""
+    looks_alike = unicodedata.normalize("NFKC", one) == unicodedata.normalize("NFKC", other)
+    return f"{one!a} and {other!a}" if looks_alike else f"{one!r} and {other!r}"
 
 
 def in_both(private: Iterable[object], public: Iterable[object | None]) -> list[str]:
@@ -92,7 +101,13 @@ def _by_table(files: list[Path], root: Path, unit: str, table: Path) -> list[str
     found: list[str | None] = []
     for path in files:
         keys = [*_written(path, root), *([path.name] if count[path.name] == 1 else [])]
-        found.append(next((known[key] for key in keys if key in known), None))
+        rows = [key for key in keys if key in known]
+        if (other := next((key for key in rows if known[key] != known[rows[0]]), None)) is not None:
+            raise DataError(
+                f"{table} says of {path.relative_to(root)} that it belongs to {known[rows[0]]!r} ({rows[0]}) and to "
+                f"{known[other]!r} ({other}); keep one row, with the path of the image that it is for"
+            )
+        found.append(known[rows[0]] if rows else None)
     return found
 
 

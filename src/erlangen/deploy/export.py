@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from erlangen.deploy.averaged import Averaged
 from erlangen.deploy.card import ModelCard, load_run
+from erlangen.deploy.claim import claim
 from erlangen.deploy.fold import ExportError, plain
 from erlangen.deploy.plain_layers import Normalise
 from erlangen.deploy.source import run_source, source, state
@@ -94,11 +95,7 @@ def describe(card: ModelCard, run: Path) -> dict[str, Any]:
         "classes": list(card.labels),
         "model": card.model,
     }
-    if (run / "summary.json").is_file():
-        summary = json.loads((run / "summary.json").read_text())
-        facts["privacy"] = {key: summary["guarantee"][key] for key in ("epsilon", "delta", "unit", "neighbouring")}
-        # seeded noise can be drawn again, and statistics without a guarantee may be about: ε alone would say too much
-        facts["privacy"] |= {key: summary[key] for key in ("randomness", "non_private") if key in summary}
+    facts["privacy"] = claim(run)
     return facts
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from erlangen.accounting import certificate, certificate_check
+from erlangen.accounting.certificate_beside import Validation
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import without_places
 from erlangen.training.public import PublicPredictions
@@ -44,6 +45,8 @@ class Run:
     public: PublicPredictions | None
     #: what the comparison that the run belongs to says about its ε
     note: str = ""
+    #: what private validation of the run has released, of which its certificate says nothing
+    validation: Validation | None = None
 
     @property
     def name(self) -> str:
@@ -65,6 +68,15 @@ class Run:
         if self.certificate is not None:
             return finite_or_inf(self.certificate["guarantee"]["best_epsilon"])
         return finite_or_inf(self.guarantee["epsilon"]["pld"])
+
+    @property
+    def spent(self) -> float:
+        """ε of each unit of the training, with what validation on its very records released. Where those are not the units,
+        nobody knows how many belong to one: then it is that of training alone, and `validation` says the rest."""
+        beyond = self.validation
+        if beyond is None or not beyond.on_training or (self.certificate or {}).get("unit") != "record":
+            return self.epsilon
+        return max(self.epsilon, beyond.epsilon)
 
     @property
     def accuracy(self) -> float | None:
@@ -124,12 +136,13 @@ def read(folder: Path) -> Run:
     if not isinstance(summary, dict) or not isinstance(summary.get("guarantee"), dict):
         raise ReportError(f"{folder / 'summary.json'} is not the summary of a run")
     summary.setdefault("data", {})
-    document, problems = _certificate(folder)
+    document, problems, validation = _certificate(folder)
     if document is not None and not problems:
         problems = tuple(_contradictions(summary, document))
     return Run(
-        folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder)
-    )
+        folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder),
+        validation=validation,
+    )  # fmt: skip
 
 
 def collect(folders: Iterable[Path]) -> list[Run]:
@@ -148,15 +161,15 @@ def collect(folders: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...], Validation | None]:
     path = folder / "certificate.json"
     if not path.is_file():
-        return None, ()
-    problems = tuple(certificate_check.verify(path, page=False))  # a report is a page of its own
+        return None, (), None
+    found = certificate_check.examine(path, page=False)  # a report is a page of its own
     try:
-        return certificate.load(path), problems
+        return certificate.load(path), found.problems, found.validation
     except ValueError:
-        return None, problems
+        return None, found.problems, None
 
 
 def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[str]:

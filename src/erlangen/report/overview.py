@@ -125,7 +125,7 @@ def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
     for place, run in enumerate(runs):
         state = "does not verify" if run.problems else "recomputed" if run.certificate is not None else "none"
         accuracy = "–" if run.accuracy is None else f"{run.accuracy:.1%}"
-        rows.append([run.name, names[place], upper(run.epsilon, 4), small(run.delta), accuracy, state])
+        rows.append([run.name, names[place], upper(run.spent, 4), small(run.delta), accuracy, state])
     return header, rows
 
 

@@ -25,8 +25,8 @@ class Statement:
 def statement(run: Run) -> Statement:
     """What is guaranteed to whom, what that means, what was checked, what is not covered."""
     warnings = _warnings(run)
-    finite = math.isfinite(run.epsilon)
-    tone = "careful" if warnings and finite else tone_of(run.epsilon)
+    finite = math.isfinite(run.spent)
+    tone = "careful" if warnings and finite else tone_of(run.spent)
     not_covered = tuple(str(x) for x in (run.certificate or {}).get("not_covered", []))
     return Statement(
         tone, _headline(run), _meaning(run) if finite else _no_guarantee(run), warnings, _facts(run), not_covered
@@ -47,22 +47,26 @@ def _headline(run: Run) -> str:
         return "The certificate of this run does not hold."
     if not math.isfinite(run.epsilon):
         return "This model has no privacy guarantee."
-    amount = f"ε = {upper(run.epsilon, 3)} at δ = {small(run.delta)}"
-    if is_weak(run.epsilon):
-        return f"A weak guarantee for each {_unit(run)}: {amount}, and eᵋ is {factor(run.epsilon)}."
+    both = ", training and validation together" if run.spent > run.epsilon else ""
+    if not math.isfinite(run.spent):
+        return "Nothing is guaranteed any more: this model was validated on its private records without noise."
+    amount = f"ε = {upper(run.spent, 3)} at δ = {small(run.delta)}{both}"
+    if is_weak(run.spent):
+        return f"A weak guarantee for each {_unit(run)}: {amount}, and eᵋ is {factor(run.spent)}."
     return f"Each {_unit(run)} is protected: {amount}."
 
 
 def _meaning(run: Run) -> tuple[str, ...]:
     unit, delta = _unit(run), run.delta
     whole = "" if unit == "record" else f" All records of one {unit} are protected together."
+    came = "training and validation" if run.spent > run.epsilon else "training"
     out = [
-        f"Whatever came out of training could also have come out without any one {unit}: nothing is more than "
-        f"{factor(run.epsilon)} times (eᵋ) as likely with its data as without, plus δ = {small(delta)}, nor the other way "
+        f"Whatever came out of {came} could also have come out without any one {unit}: nothing is more than "
+        f"{factor(run.spent)} times (eᵋ) as likely with its data as without, plus δ = {small(delta)}, nor the other way "
         f"round.{whole}"
     ]
     rows = (run.certificate or {}).get("guarantee", {}).get("attacker", [])
-    if rows:
+    if rows and run.spent == run.epsilon:  # they are those of training alone
         limits = "; ".join(
             f"{'if they may accuse' if k == 0 else 'if'} {100 * r['fpr']:g} % of the others wrongly, at most "
             f"{upper_share(r['tpr'])}"
@@ -78,6 +82,8 @@ def _meaning(run: Run) -> tuple[str, ...]:
 def _no_guarantee(run: Run) -> tuple[str, ...]:
     if run.problems:
         return tuple(f"Found when it was recomputed: {problem}" for problem in run.problems[:5])
+    if math.isfinite(run.epsilon) and run.validation is not None:
+        return (f"By training alone ε = {upper(run.epsilon, 3)} at δ = {small(run.delta)}.",)
     reasons = (run.certificate or {}).get("guarantee", {}).get("reasons") or [
         run.guarantee["mechanism"].get("guarantee")
     ]
@@ -94,6 +100,11 @@ def _warnings(run: Run) -> tuple[str, ...]:
         why = "can be drawn again by whoever knows the seed" if seeded else "comes from an ordinary generator, which can be guessed"
         out.append(
             f"The noise {why}: good for experiments, not for release. Train with --secure before giving the model away."
+        )
+    if run.validation is not None:
+        out.append(
+            f"Private validation cost more than training: {run.validation.words}. Figures of attackers and of the ε spent speak of "
+            "training alone."
         )
     if run.non_private:
         out.append(

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from erlangen.accounting import certificate, epsilon
-from erlangen.accounting.ledger import Ledger
+from erlangen.accounting import AccountingError, certificate, epsilon
+from erlangen.accounting.compose import UNKNOWN, Spent, ledgers_of
+from erlangen.accounting.ledger import Ledger, LedgerError, NotALedger, read_ledger
 from erlangen.accounting.words import factor, is_weak, upper
 from erlangen.data import Dataset
-from erlangen.training.config import TrainConfig
+from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import begun_with, without_places
 from erlangen.training.session import Session
 from erlangen.training.summary import non_private
@@ -28,6 +29,9 @@ IN_THE_TEST_SET = (
     "is shown as it is, without noise"
 )
 
+#: what no certificate of a run leaves out; its ledger says so from the beginning, because what is not there contradicts nothing
+STATED = ["sampler", "mechanism", "expected_batch", "weights"]
+
 
 def remark_on_guarantee(session: Session, say: Callable[[str], None]) -> None:
     """What the owner wants to know before the privacy is spent: a δ or an ε that protects nobody much."""
@@ -39,6 +43,30 @@ def remark_on_guarantee(session: Session, say: Callable[[str], None]) -> None:
             f"ε = {upper(planned, 3)} is a weak guarantee: what comes out may be {factor(planned)} times as likely with a given "
             f"{session.units.name} as without; give a smaller ε, or more noise"
         )
+
+
+def spent_by(folder: Path) -> str | None:
+    """What the run in a folder spent, validation on its records included, rounded up; None where nothing was released."""
+    try:
+        books = [book for book in (read_ledger(path, single_copy=True) for path in ledgers_of(folder)) if book.steps]
+    except NotALedger:
+        return None
+    except (LedgerError, OSError):
+        return "∞ (its ledger cannot be read)"
+    if not books:
+        return None
+    try:
+        delta = TrainConfig.from_file(folder / "config.json").delta or 1e-5
+    except (ConfigError, OSError):
+        delta = 1e-5
+    spent = Spent(books[0].data or UNKNOWN, tuple(book for book in books if book.data == books[0].data))
+    spent = Spent(spent.fingerprint, (books[0],)) if spent.mixed else spent
+    more = sum(book.steps for book in books if book not in spent.books)
+    try:
+        amount = upper(spent.epsilon(delta), 4)
+    except (AccountingError, LedgerError):
+        amount = "∞"
+    return amount + (f" (and {more} releases of private validation beside it)" if more else "")
 
 
 def _planned(session: Session) -> float:

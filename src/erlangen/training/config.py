@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from erlangen.accounting.protected import require_name
 from erlangen.data.augment import KINDS, Kind
 from erlangen.spelling import hint
 
@@ -109,6 +110,11 @@ class TrainConfig:
         ):
             if not ok:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {cure}")
+        if self.unit is not None:
+            try:
+                require_name(self.unit)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         if self.secure and self.seed is not None:
             raise ConfigError("secure and seed exclude each other: seeded noise can be drawn again by anyone")
         if self.noise_multiplier is not None and self.epsilon is not None:

@@ -34,7 +34,7 @@ from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.sampling import Units
 from erlangen.training import checkpoint
-from erlangen.training.claims import remark_on_guarantee, write_certificate
+from erlangen.training.claims import STATED, remark_on_guarantee, spent_by, write_certificate
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
@@ -106,7 +106,7 @@ def train(
     if out is None:
         return _run(Session(config, dataset, workers=workers), None, None, watch)
     session = Session(config, dataset, run_id=stream_id(config, dataset), workers=workers)
-    replaced = _spent_by(Path(out))
+    replaced = spent_by(Path(out))
     folder = open_folder(out, overwrite)  # only now: options that do not fit together must not cost the old run
     if replaced is not None:
         say(f"the run in {folder} is replaced with its ledger: the ε = {replaced} that it spent still counts for who saw its model")
@@ -167,15 +167,6 @@ def resume(
         return _run(session, folder, ledger, watch)
 
 
-def _spent_by(folder: Path) -> str | None:
-    """What the run in a folder spent, rounded up; None where there is none, or nothing can be read."""
-    try:
-        config, book = TrainConfig.from_file(folder / "config.json"), read_ledger(folder / "ledger.jsonl")
-    except (ConfigError, LedgerError, OSError):
-        return None
-    return upper(epsilon(book.pairs(), config.delta), 4) if book.steps and config.delta is not None else None
-
-
 def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:
     if config.shard and (workers is None or workers.alone):
         say(
@@ -232,7 +223,7 @@ def _those_that_may_change(changes: dict[str, Any], config: TrainConfig, folder:
 def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
     """What a run begins with and must go on with."""
     kept = {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
-    return {**kept, **begun_with(config)}
+    return {**kept, "stated": STATED, **begun_with(config)}
 
 
 def _new_ledger(folder: Path, session: Session) -> Ledger:
@@ -373,6 +364,8 @@ def _stopped(session: Session, folder: Path | None, ledger: Ledger | None, where
 
 def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dict[str, Any]:
     """Metrics of this moment, and a checkpoint of it."""
+    if ledger is not None:
+        ledger.require_in_place()  # or the folder is another run's by now
     metrics: dict[str, Any] = {"step": session.step_count, "epsilon": number(session.epsilon()), **session.evaluate()}
     metrics["small_parameters"] = near_zero(w for w in session.weights().values() if w.is_floating_point())
     if session.config.non_private:
@@ -386,6 +379,7 @@ def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dic
 def _keep(session: Session, folder: Path | None, ledger: Ledger | None) -> None:
     """A checkpoint of this moment."""
     if folder is not None and ledger is not None:
+        ledger.require_in_place()
         checkpoint.save(folder / "checkpoint.safetensors", {**session.state_dict(), "ledger": ledger.head})
 
 
@@ -424,6 +418,7 @@ def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
 
 
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:
+    ledger.require_in_place()
     weights = to_bytes({k: t.detach().cpu().contiguous() for k, t in session.weights().items()})
     checkpoint.write_atomically(folder / "weights.safetensors", weights)
     public = session.public_predictions()

@@ -8,7 +8,6 @@ before their values are returned.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from erlangen.accounting import epsilon, metrics
-from erlangen.accounting.compose import with_training
+from erlangen.accounting.compose import with_one_each, with_training
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.accounting.ledger_format import Book
 from erlangen.data import Dataset, load
@@ -25,6 +24,7 @@ from erlangen.deploy.averaged import answering, rows_at_once
 from erlangen.deploy.card import ModelCard, load_model
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import how_to_finish
+from erlangen.training.summary import number
 
 
 def validate(
@@ -40,8 +40,9 @@ def validate(
 
     Every call is another release on these records; ε in the result is that of all that this run's folder counts, *per record*
     (other runs that were tried on the same records add up with it: `erlangen account RUN1 RUN2`). After a
-    run whose unit of privacy is another one that must be asked for, by ``per_record``. Whether some of the records were trained on
-    cannot be seen unless all were: ``epsilon_if_trained_on`` is theirs.
+    run whose unit of privacy is another one that must be asked for, by ``per_record``: ``epsilon_if_one_each`` is then that of
+    training and validation together for each unit (patient) to whom no more than one of the records belongs. Whether some of the
+    records were trained on cannot be seen unless all were: ``epsilon_if_trained_on`` is theirs.
     """
     folder = Path(folder)
     if noise_multiplier < 0:
@@ -72,6 +73,7 @@ def validate(
     book, training = ledger.book, _training_ledger(folder)  # closed: what was reserved and not used is given back
     both, why = with_training(training, book, delta)
     trained_on = training is not None and training.data == data.fingerprint()
+    one_each = with_one_each(training, book, delta)
     spent = both if trained_on else epsilon(book.pairs(), delta)
     return {
         "accuracy": right.value,
@@ -81,9 +83,11 @@ def validate(
         "records": len(data),
         "trained_on": trained_on,
         "unit": "record",
-        "epsilon": spent if math.isfinite(spent) else "inf",
-        "epsilon_if_trained_on": both if math.isfinite(both) else "inf",
+        "epsilon": number(spent),
+        "epsilon_if_trained_on": number(both),
         "why_if_trained_on": why,
+        "training_protects": unit or "record",
+        "epsilon_if_one_each": None if one_each is None else number(one_each[1]),
         "delta": delta,
         "releases": book.steps,
         "ledger_notes": list(book.notes),

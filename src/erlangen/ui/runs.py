@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from erlangen.accounting import LedgerError, epsilon, read_ledger
+from erlangen.accounting.compose import VALIDATION_NAME
 from erlangen.accounting.ledger import copy_path, is_live
 from erlangen.report.folder import Run, history, read
 from erlangen.training.config import TrainConfig
@@ -26,7 +27,10 @@ DEPTH, MOST = 4, 2000
 #: seconds that one listing may spend on recomputing certificates; the others follow with the next
 PATIENCE = 1.0
 #: files whose change makes a run worth reading again
-_WATCHED = ("config.json", "summary.json", "certificate.json", "metrics.jsonl", "ledger.jsonl", "ledger.jsonl.copy")
+_WATCHED = (
+    "config.json", "summary.json", "certificate.json", "metrics.jsonl", "ledger.jsonl", "ledger.jsonl.copy",
+    VALIDATION_NAME, copy_path(VALIDATION_NAME).name,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def _finished(folder: Path, name: str, check: bool) -> Seen:
     steps, planned = int(run.summary.get("steps", 0)), int(run.summary.get("planned_steps", run.config.steps))
     problem = f"the certificate does not hold: {run.problems[0]}" if run.problems else ""
     return Seen(
-        name, "finished", run.config, run.history, run.epsilon, run.delta, run.accuracy, steps, planned, run, problem
+        name, "finished", run.config, run.history, run.spent, run.delta, run.accuracy, steps, planned, run, problem
     )
 
 
