@@ -34,23 +34,16 @@ from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
 from erlangen.training import checkpoint
 from erlangen.training.bookkeeping import allowed_steps, new_ledger, old_ledger, spent_by, write_ahead
+from erlangen.training.built import load_data, require_known
 from erlangen.training.claims import remark_on_guarantee, write_certificate
 from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
-from erlangen.training.folder import (
-    absolute,
-    append_line,
-    open_folder,
-    remark_on,
-    require_free,
-    stream_id,
-    write,
-)
+from erlangen.training.folder import absolute, append_line, open_folder, remark_on, require_free, stream_id, write
 from erlangen.training.metrics import near_zero
 from erlangen.training.moments import is_checkpoint, is_evaluation, stop_requests
 from erlangen.training.resumed import finished, load_checkpoint, require_same, resumed_config, why_complete
-from erlangen.training.session import Session, load_data, require_known
+from erlangen.training.session import Session
 from erlangen.training.summary import number, summarise
 from erlangen.workers import Workers
 
