@@ -21,7 +21,9 @@ from erlangen.training.folder import stream_id
 from erlangen.training.session import Session
 from tests.training.test_run import interrupted
 
-SMALL = TrainConfig(model="mlp", model_options={"width": 8}, steps=3, batch=64, seed=0, evaluations=1)
+SMALL = TrainConfig(
+    model="mlp", model_options={"width": 8}, steps=3, batch=64, seed=0, epsilon=None, noise_multiplier=1.0, evaluations=1
+)
 
 
 def weights(folder, seed: int = 1, name: str = "public") -> str:
