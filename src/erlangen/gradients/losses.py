@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from erlangen.gradients.independence import SCALES, MixesSamples, changed
+from erlangen.gradients.fewer import MixesSamples
 from erlangen.gradients.trace import same
+from erlangen.gradients.variants import SCALES, changed
 from erlangen.streams import seed_layers
 
 #: of a batch in which a loss is looked at
