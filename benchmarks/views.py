@@ -18,9 +18,9 @@ from provenance import provenance
 
 from erlangen.deploy.averaged import Averaged, rows_at_once
 from erlangen.deploy.card import load_run
+from erlangen.training.built import load_data
 from erlangen.training.config import TrainConfig
 from erlangen.training.metrics import scores
-from erlangen.training.session import load_data
 
 
 @torch.no_grad()

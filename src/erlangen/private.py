@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rows import RowMap
 from erlangen.gradients.tape import PerSampleGradients, Tape
 from erlangen.mechanisms import Mechanism
+from erlangen.private_step import put_on, take_off
 from erlangen.sampling import PrivateLoader, Sampler
 from erlangen.sampling.samplers import Draw
 from erlangen.sampling.tickets import Pass, Tickets
@@ -31,18 +31,11 @@ if TYPE_CHECKING:
 
 
 _SERIAL = itertools.count()
-#: what private training puts on the optimizer, and takes off again
-_INSTALLED = ("step", "zero_grad", "add_param_group", "_step_supports_amp_scaling")
 
 _RATE_BETWEEN_PARTS = (
     "the learning rate (or another option of the optimizer) changed between two physical parts of one batch: a scheduler steps at "
     "every part, and how many parts there are depends on who was drawn, which no noise covers. Step it once for each logical "
     "batch: if engine.stepped: scheduler.step()"
-)
-_SCALER = (
-    "a GradScaler steps this optimizer: it skips a step by what the gradients hold, which no noise covers, and gradients that it "
-    "has scaled up are clipped to the bound, all of them. bfloat16 needs no scaler: torch.autocast(…, dtype=torch.bfloat16), and "
-    "backward() and optimizer.step() as usual"
 )
 _OUTSIDE = (
     "gradients reached parameters outside their layers (a weight penalty in the loss, or F.linear(x, layer.weight) in the loop): "
@@ -315,15 +308,9 @@ class PrivateTraining:
                     f"no noise makes {what.name!r} private: {what.unsound}. Give noise_multiplier to run it all the same "
                     "(ε = ∞), or use its sound form."
                 )
-        every_record = 1.0  # the event of a step is amplified already
+        rate = 1.0  # the event of a step is amplified already
         sigma = calibrated(
-            target_epsilon,
-            delta,
-            every_record,
-            steps,
-            method=method,  # type: ignore[arg-type]
-            make_event=self.step_event,
-            history=history,
+            target_epsilon, delta, rate, steps, method=method, make_event=self.step_event, history=history  # type: ignore[arg-type]
         )
         self.set_noise_multiplier(sigma)
 
@@ -347,9 +334,7 @@ class PrivateTraining:
         if hasattr(self.tape, "detach"):
             self.tape.detach(self.module)
         detach(self.module)
-        for name in _INSTALLED:
-            self.optimizer.__dict__.pop(name, None)
-        self.optimizer.__dict__.update(self._shadowed)
+        take_off(self.optimizer, self._replaced)
         for wrapper, name, value in self._loud:
             setattr(wrapper, name, value)
 
@@ -364,41 +349,4 @@ class PrivateTraining:
             attach(self.module, self.tape)
         if not sharded.is_sharded(self.module):  # gathered parameters are others
             self._there = {id(p): p for p in self.module.parameters()}
-        optimizer, training = self.optimizer, self
-        self._shadowed: dict[str, Any] = {
-            n: optimizer.__dict__[n] for n in _INSTALLED if n in optimizer.__dict__
-        }
-        plain_step, plain_zero = optimizer.step, optimizer.zero_grad
-
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            """Private step: noise is added once per logical batch; physical parts before the last only add up."""
-            if "found_inf" in self.__dict__:  # how a GradScaler speaks to an optimizer
-                del self.found_inf, self.grad_scale  # type: ignore[attr-defined]
-                raise RuntimeError(_SCALER)
-            loss = None
-            training.stepped = False
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if training.take():
-                plain_step()
-                training.updated()
-                training.stepped = True
-            return loss
-
-        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            training.tape.clear()  # a complete backward pass, or what an exception left of one
-            plain_zero(set_to_none)
-
-        def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
-            raise RuntimeError(
-                "parameters cannot be added while training is private: their gradients would not be noised. Call "
-                "engine.remove(), change the optimizer, and make_private again."
-            )
-
-        step.is_private = True  # type: ignore[attr-defined]
-        if hasattr(plain_step, "_wrapped_by_lr_sched"):  # a scheduler made before looks for its own mark
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        for fn in (step, zero_grad, add_param_group):
-            optimizer.__dict__[fn.__name__] = types.MethodType(fn, optimizer)
-        optimizer.__dict__["_step_supports_amp_scaling"] = True  # so that a GradScaler comes to this step, and is refused
+        self._replaced = put_on(self.optimizer, self)

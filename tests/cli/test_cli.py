@@ -45,8 +45,8 @@ def test_train_writes_a_run_and_one_json_object(tmp_path):
 
 
 def test_what_the_library_warns_of_is_one_line_for_the_user(tmp_path):
-    options = ["--model", "logistic", "--steps", "1", "--set", "graph=true", "--out", str(tmp_path / "r"), "--json"]
-    done = run("train", *options)
+    options = ["--noise-multiplier", "1", "--steps", "1", "--model", "logistic", "--set", "graph=true", "--json"]
+    done = run("train", *options, "--out", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     assert "erlangen: note: graph is on, but parts run as usual" in done.stderr
     assert ".py" not in done.stderr
@@ -183,7 +183,7 @@ def test_a_file_gives_every_option_and_later_words_win(tmp_path):
 
 def test_equal_seeds_give_equal_weights_whatever_the_folder_is_called(tmp_path):
     def weights(name, *more):
-        common = ["train", "--model", "mlp", "--steps", "2", "--batch", "32", "--seed", "3", "--json"]
+        common = ["train", "--model", "mlp", "--noise-multiplier", "1", "--steps", "2", "--batch", "32", "--seed", "3", "--json"]
         done = CliRunner().invoke(app, [*common, "--out", str(tmp_path / name), *more])
         assert done.exit_code == 0, done.stderr
         return (tmp_path / name / "weights.safetensors").read_bytes()

@@ -16,9 +16,13 @@ from erlangen.mechanisms.hyperspherical import (
     angle_difference,
     canonical,
     from_spherical,
-    to_paper,
     to_spherical,
 )
+
+
+def to_paper(phi: torch.Tensor) -> torch.Tensor:
+    """θ of GeoDP's Eq. 25 from φ, and back (the map is its own inverse)."""
+    return torch.cat([math.pi / 2 - phi[..., :-1], phi[..., -1:]], -1)
 
 
 def paper_inverse(radius: float, theta: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def test_a_mechanism_that_does_not_clip_cannot_weight_its_losses():
     with pytest.raises(ConfigError, match="does not clip"):
         session(
             model="lipschitz-lenet", model_options={}, mechanism="clipless", mechanism_options={"loss": "cross-entropy"},
-            sampling="importance", epsilon=3.0, max_grad_norm=1.0,
+            sampling="importance", max_grad_norm=1.0,
         )  # fmt: skip
 
 

@@ -12,7 +12,10 @@ import torch
 from erlangen.training import TrainConfig, run
 from erlangen.training.public import PublicPredictions, examples
 
-SMALL = TrainConfig(model="mlp", model_options={"width": 16}, steps=6, batch=64, seed=0, evaluations=2, optimizer="adam")
+SMALL = TrainConfig(
+    model="mlp", model_options={"width": 16}, steps=6, batch=64, seed=0, epsilon=None, noise_multiplier=1.0, evaluations=2,
+    optimizer="adam",
+)  # fmt: skip
 
 
 def test_predictions_are_those_of_the_released_weights(tmp_path):

@@ -61,7 +61,7 @@ def test_dominance_bounds_the_share_of_sampling_error():
 
 
 def test_a_dry_run_is_a_run_with_a_ledger_of_its_own(tmp_path):
-    config = dataclasses.replace(LARGE, steps=5)
+    config = dataclasses.replace(LARGE, steps=5, epsilon=None, noise_multiplier=1.0)
     result = dry_run(config, 4, (0, 1), tmp_path / "tan")
     saved = json.loads((tmp_path / "tan" / "tan.json").read_text())
     assert saved["predicted_accuracy"] == result.mean == statistics.fmean(result.accuracies)

@@ -14,13 +14,16 @@ from erlangen.accounting import certificate_check
 from erlangen.deploy.card import load_run
 from erlangen.models import make_model
 from erlangen.training import TrainConfig, run
+from erlangen.training.built import load_data
 from erlangen.training.config import ConfigError
 from erlangen.training.ensemble import Ensemble
 from erlangen.training.folder import stream_id
-from erlangen.training.session import Session, load_data
+from erlangen.training.session import Session
 from tests.training.test_run import interrupted
 
-SMALL = TrainConfig(model="mlp", model_options={"width": 8}, steps=3, batch=64, seed=0, evaluations=1)
+SMALL = TrainConfig(
+    model="mlp", model_options={"width": 8}, steps=3, batch=64, seed=0, epsilon=None, noise_multiplier=1.0, evaluations=1
+)
 
 
 def weights(folder, seed: int = 1, name: str = "public") -> str:

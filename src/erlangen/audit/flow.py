@@ -18,7 +18,7 @@ passing is not proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,19 +184,31 @@ def audit_flow(
     again = reused(build, shapes)
     if again is not None:
         return failed(name, "flow", again)
+    first = next(iter(shapes))
+    kinds = lambda pair: (len(pair.others[first]), next(iter(pair.others.values())).dtype)  # noqa: E731
+    return over_pairs(name, "flow", "the release", build, adversarial(shapes, bound), kinds, claim.sigma)
+
+
+def over_pairs(
+    name: str, kind: str, what: str, build: Callable[[], Any], pairs: Iterable[Pair], alike: Callable[[Pair], Hashable],
+    sigma: float,
+) -> Finding:  # fmt: skip
+    """Whether anything flows past the noise, or one record moves ``what`` by more than its claim, over pairs of neighbours.
+
+    Pairs that are ``alike`` have the same others.
+    """
     worst, where, tried = 0.0, "", 0
-    cache: dict[int, Trace] = {}
-    for pair in adversarial(shapes, bound):
-        key = hash((pair.others[next(iter(shapes))].shape[0], next(iter(pair.others.values())).dtype))
-        without = cache.setdefault(key, trace(build, pair.others)) if key not in cache else cache[key]
-        leak, distance = compare(trace(build, pair.joined), without)
-        tried += 1
+    without: dict[Hashable, Trace] = {}
+    for tried, pair in enumerate(pairs, 1):
+        if alike(pair) not in without:
+            without[alike(pair)] = trace(build, pair.others)
+        leak, distance = compare(trace(build, pair.joined), without[alike(pair)])
         if leak is not None:
-            return failed(name, "flow", f"{leak} ({pair.name})", tried, {"neighbours": pair.name})
+            return failed(name, kind, f"{leak} ({pair.name})", tried, {"neighbours": pair.name})
         if distance > worst:
             worst, where = distance, pair.name
-    facts = {"sensitivity": worst * claim.sigma, "neighbours": where}
-    if worst * claim.sigma > 1 + TOLERANCE:
-        reason = f"one record moves the release by {worst * claim.sigma:.5g} times the claimed sensitivity ({where})"
-        return failed(name, "flow", reason, tried, facts)
-    return passed(name, "flow", tried, facts)
+    facts = {"sensitivity": worst * sigma, "neighbours": where}
+    if worst * sigma > 1 + TOLERANCE:
+        reason = f"one record moves {what} by {worst * sigma:.5g} times the claimed sensitivity ({where})"
+        return failed(name, kind, reason, tried, facts)
+    return passed(name, kind, tried, facts)

@@ -89,7 +89,8 @@ def audit_session(config: Any, name: str, *, canaries: int = 200, seed: int = 0,
                   confidence: float = CONFIDENCE) -> Finding:  # fmt: skip
     """The same over a configuration of ours: the run is replayed with canaries among its records."""
     from erlangen.accounting import gdp_mu
-    from erlangen.training.session import Session, load_data
+    from erlangen.training.built import load_data
+    from erlangen.training.session import Session
 
     data = load_data(config)
     if data.unit is not None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from erlangen.audit.flow import TOLERANCE, Trace, compare, trace
+from erlangen.audit.flow import over_pairs
 from erlangen.audit.neighbours import Gradients, Pair
 from erlangen.audit.threads import single_threaded
-from erlangen.audit.verdict import Claim, Finding, failed, passed, unable
+from erlangen.audit.verdict import Claim, Finding, passed, unable
 from erlangen.engine import PrivacyEngine
 from erlangen.gradients.rows import RowMap
 from erlangen.mechanisms.base import Mechanism
@@ -175,25 +175,8 @@ def audit_step(name: str, build: Callable[[], Step], delta: float = 1e-5) -> Fin
         return passed(name, "training step", facts={"note": "nothing is claimed (ε = ∞)"})
     if claim.sigma is None:
         return unable(name, "training step", f"one release claims {claim.event!r}; this audit knows Gaussian releases")
-    worst, where, tried = 0.0, "", 0
-    cache: dict[int, Trace] = {}
-    for pair in hostile(build()):
-        others = len(pair.others["x"])
-        if others not in cache:
-            cache[others] = trace(build, pair.others)  # type: ignore[arg-type]
-        leak, distance = compare(trace(build, pair.joined), cache[others])  # type: ignore[arg-type]
-        tried += 1
-        if leak is not None:
-            return failed(name, "training step", f"{leak} ({pair.name})", tried, {"neighbours": pair.name})
-        if distance > worst:
-            worst, where = distance, pair.name
-    facts = {"sensitivity": worst * claim.sigma, "neighbours": where}
-    if worst * claim.sigma > 1 + TOLERANCE:
-        reason = (
-            f"one record moves a training step by {worst * claim.sigma:.5g} times the claimed sensitivity ({where})"
-        )
-        return failed(name, "training step", reason, tried, facts)
-    return passed(name, "training step", tried, facts)
+    others = lambda pair: len(pair.others["x"])  # noqa: E731
+    return over_pairs(name, "training step", "a training step", build, hostile(build()), others, claim.sigma)
 
 
 __all__ = ["Step", "audit_step", "hostile", "loss_of", "reach", "strongest"]

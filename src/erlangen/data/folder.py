@@ -57,7 +57,7 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     _refuse_bad(bad, root, options, notes, also=sizes)
     if sizes:
         raise DataError(sizes)
-    _refuse_empty(train, classes, root)
+    _refuse_empty(train, classes)
     prep = _format(parts, options)
     unit_labels = None
     x_test = y_test = None
@@ -66,7 +66,7 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
         x_test, _ = _decoded(test, prep, root, options, notes)
         y_test = np.array(test.labels, dtype=np.int64)
         refuse_shared_images(str(root), x_train, x_test, train.root.name, test.root.name, notes)
-    _refuse_empty(train, classes, root)
+    _refuse_empty(train, classes)
     if unit is not None:
         unit_labels = np.array(owners(train.files, train.root, unit, options))
         _refuse_shared_owners(unit_labels, test, unit, options, notes)
@@ -226,7 +226,7 @@ def _refuse_bad(
     notes.append(f"{len(bad)} image(s) were left out (--skip-bad):\n{reasons(bad, root)}")
 
 
-def _refuse_empty(train: _Part, classes: list[str], root: Path) -> None:
+def _refuse_empty(train: _Part, classes: list[str]) -> None:
     empty = [name for k, name in enumerate(classes) if k not in set(train.labels)]
     if empty:
         others = [path for name in empty for path in files_under(train.root / name)[1]]

@@ -24,10 +24,9 @@ from erlangen.equivariant.representations import Irrep, Representation
 
 @dataclass(frozen=True, eq=False)
 class BasisLabel:
-    """Which irreps of the two representations a basis element joins (by position), and its harmonic."""
+    """From which irrep to which (by position) a basis element leads, and its harmonic."""
 
     in_irrep: Irrep | None
-    in_position: int
     out_position: int
     element: KernelElement | None
 
@@ -69,11 +68,11 @@ def steerable_basis(inp: Representation, out: Representation, grid: KernelGrid) 
     """Harmonics on rings between all pairs of irreps of the two representations."""
     kernels, labels = [], []
     for o, (psi_out, q_out) in enumerate(zip(out.irreps, out.irrep_columns())):
-        for i, (psi_in, q_in) in enumerate(zip(inp.irreps, inp.irrep_columns())):
+        for psi_in, q_in in zip(inp.irreps, inp.irrep_columns()):
             sampled, elements = irrep_kernels(psi_in, psi_out, grid)
             carried = q_out @ sampled.transpose(0, 3, 4, 1, 2) @ q_in.T  # [n, k, k, out, in]
             kernels.append(carried.transpose(0, 3, 4, 1, 2))
-            labels += [BasisLabel(psi_in, i, o, element) for element in elements]
+            labels += [BasisLabel(psi_in, o, element) for element in elements]
     stacked = np.concatenate(kernels)
     orbits = kernel_orbits(inp, out, grid.size) if _has_orbits(inp, out) else None
     mix = None
@@ -95,7 +94,7 @@ def pixel_basis(inp: Representation, out: Representation, size: int) -> KernelBa
     count = len(orbits.scale)
     kernels = np.zeros((count, orbits.entry.size))
     kernels[orbits.entry, np.arange(orbits.entry.size)] = orbits.scale[orbits.entry]
-    labels = tuple(BasisLabel(None, 0, 0, None) for _ in range(count))
+    labels = tuple(BasisLabel(None, 0, None) for _ in range(count))
     return KernelBasis(kernels.reshape(count, out.size, inp.size, size, size), labels, orbits, np.diag(orbits.scale))
 
 

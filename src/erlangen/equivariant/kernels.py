@@ -32,7 +32,7 @@ def angular_solutions(inp: Irrep, out: Irrep, m: int) -> tuple[np.ndarray, ...]:
     """
     average = _group_average(inp, out, m)
     found: list[np.ndarray] = []
-    for coefficients in _candidates(inp, out, m):
+    for coefficients in _candidates(inp, m):
         candidate = average(coefficients[:, : out.dim, : inp.dim])
         for other in found:
             candidate = candidate - other * np.sum(other * candidate)
@@ -42,7 +42,7 @@ def angular_solutions(inp: Irrep, out: Irrep, m: int) -> tuple[np.ndarray, ...]:
     return tuple(found)
 
 
-def _candidates(inp: Irrep, out: Irrep, m: int) -> list[np.ndarray]:
+def _candidates(inp: Irrep, m: int) -> list[np.ndarray]:
     """Matrices of frequency m, [2, 2, 2], spanning all of them.
 
     Where the group sees cos(mφ) and sin(mφ) as two separate one-dimensional irreps (m a multiple of N/2) they are kept

@@ -153,13 +153,11 @@ def trivial(group: Group) -> Representation:
 @cache
 def regular(group: Group) -> Representation:
     """ρ(g) e_h = e_{gh}: one channel per group element, in the order of ``group.elements``."""
-    irreps, rows = _fourier_rows(group, group.elements, irreps_up_to(group))
+    irreps, rows = _fourier_rows(group.elements, irreps_up_to(group))
     return Representation(group, "regular", irreps, rows, permutation=True)
 
 
-def _fourier_rows(
-    group: Group, elements: Sequence[Element], distinct: list[Irrep]
-) -> tuple[tuple[Irrep, ...], np.ndarray]:
+def _fourier_rows(elements: Sequence[Element], distinct: list[Irrep]) -> tuple[tuple[Irrep, ...], np.ndarray]:
     """Peter–Weyl rows √(d_ψ/|G|)·ψ(g)_{:,j}, for every copy j: ``rows @ f̂`` is the function on ``elements``."""
     irreps, columns = [], []
     for psi in distinct:
@@ -250,7 +248,7 @@ def fourier_matrix(group: Group, frequency: int, rotations: int) -> np.ndarray:
             f"frequency is {frequency}, and half of {group}'s rotations or more: such a field has no values between the elements "
             f"of the group; use a frequency of at most {(group.rotations - 1) // 2}, or regular fields with Pointwise"
         )
-    return _fourier_rows(group, group.sample(rotations), irreps_up_to(group, frequency))[1]
+    return _fourier_rows(group.sample(rotations), irreps_up_to(group, frequency))[1]
 
 
 def restrict_irrep(psi: Irrep, subgroup: Group) -> tuple[tuple[Irrep, ...], np.ndarray]:

@@ -21,11 +21,11 @@ from erlangen.experiments.pool import Pool
 from erlangen.experiments.presets import Cell, Preset, presets
 from erlangen.experiments.together import Job, train_together
 from erlangen.training import checkpoint
+from erlangen.training.built import load_data
 from erlangen.training.config import TrainConfig
 from erlangen.training.folder import stream_id
 from erlangen.training.metrics import near_zero
 from erlangen.training.run import resume, train
-from erlangen.training.session import load_data
 
 Watch = Callable[[str, int, dict[str, Any]], None]
 

@@ -103,7 +103,7 @@ class _Run:
                 _ROW_BY_ROW.add(type(self.module))
                 name = type(self.module).__name__
                 warnings.warn(f"{name} cannot be batched by torch.func ({str(error)[:120]}…): row by row", stacklevel=2)
-        return self._forward_by_row(copies, inputs)
+        return self._forward_by_row(inputs)
 
     def _forward_batched(self, copies: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """By vmap; token numbers and masks have no gradient to ask for."""
@@ -124,7 +124,7 @@ class _Run:
         self._pull = pulled
         return outputs
 
-    def _forward_by_row(self, copies: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def _forward_by_row(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         leaves, outputs = [], []
         before = self._versions()
         with torch.enable_grad():

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from erlangen.gradients.divisor import LARGE, SMALL, THRESHOLD
-from erlangen.gradients.independence import SCALES, MixesSamples, changed
+from erlangen.gradients.fewer import MixesSamples
 from erlangen.gradients.trace import same
+from erlangen.gradients.variants import SCALES, changed
 from erlangen.streams import seed_layers
 
 #: of a batch in which a loss is looked at

@@ -76,7 +76,7 @@ class GaussianMechanism(Mechanism):
 
     def _reset(self, sums: dict[str, Tensor] | None = None) -> None:
         self._sum = self._zeros() if sums is None else sums
-        self._side_total, self._side_std = 0.0, 0.0
+        self._side_total = 0.0
         #: the bound of the parts that the sum holds
         self.clipped_at: float | None = None
 
@@ -119,7 +119,6 @@ class GaussianMechanism(Mechanism):
         if query is not None:
             values = query.values if valid is None else torch.where(valid, query.values, 0.0)
             self._side_total += float(values.sum())
-            self._side_std = query.std
 
     def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
         *sums, side = add_up([*self._sum.values(), torch.tensor([self._side_total], dtype=torch.float64)])

@@ -123,11 +123,6 @@ def wrapped(phi: Tensor, direction: Tensor) -> Tensor:
     return to_spherical(direction)[1]
 
 
-def to_paper(phi: Tensor) -> Tensor:
-    """θ of GeoDP's Eq. 25 from φ, and back (the map is its own inverse)."""
-    return torch.cat([math.pi / 2 - phi[..., :-1], phi[..., -1:]], -1)
-
-
 def angle_difference(a: Tensor, b: Tensor) -> Tensor:
     """a − b, the last angle taken the short way round."""
     difference = a - b

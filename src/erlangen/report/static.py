@@ -75,7 +75,7 @@ def _chart(canvas: Any, chart: Chart) -> None:
     bars = [s for s in chart.series if s.kind == "bars"]
     for s in chart.series:
         place = other if s.right and other is not None else axes
-        _series(place, s, chart, bars)
+        _series(place, s, bars)
     _axis(axes.xaxis, axes.set_xlabel, axes.set_xlim, chart.x)
     _axis(axes.yaxis, axes.set_ylabel, axes.set_ylim, chart.y)
     if other is not None and chart.right is not None:
@@ -92,7 +92,7 @@ def _chart(canvas: Any, chart: Chart) -> None:
         canvas.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False)
 
 
-def _series(axes: Any, s: Series, chart: Chart, bars: list[Series]) -> None:
+def _series(axes: Any, s: Series, bars: list[Series]) -> None:
     colour, label, x, y = COLOURS[s.colour], text(s.name), np.array(s.x), np.array(s.y)
     dash = "--" if s.dash else "-"
     if s.kind == "bars":

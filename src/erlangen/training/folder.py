@@ -7,10 +7,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from erlangen.data.base import digest_of
 from erlangen.models.public import digest, find
 from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 #: options that change no weight: a run may be resumed with others, and equal seeds give equal weights whatever they are
 NO_RESULT = ("data", "device", "max_physical_batch", "pad", "graph", "compile", "shard", "evaluations", "checkpoints",
@@ -47,15 +44,6 @@ def stream_id(config: TrainConfig, dataset: Dataset) -> str:
     options |= begun_with(config)
     facts = json.dumps({**options, "records": "/".join(records)}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
-
-
-def require_its_releases(config_file: Path, next_release: DpEvent, made: Sequence[DpEvent]) -> None:
-    """A run goes on with releases of the kind that it has made, or ``config.json`` is not the one it began with."""
-    if made and next_release not in made:
-        raise ConfigError(
-            f"{config_file} was changed after the run began: the next release would be {next_release}, and the ledger has "
-            f"{made[-1]}. Restore its options (mechanism, as_published, clipping, …), or start a new run"
-        )
 
 
 def options_of(config: TrainConfig) -> dict[str, Any]:
@@ -87,18 +75,6 @@ def refuse_own_weights(config: TrainConfig, dataset: Dataset) -> None:
             f"public, and the ε of this run would leave out what that one spent. Train {run.name!r} for longer instead, or begin "
             "with weights that no record of this data had a part in"
         )
-
-
-def require_its_options(config_file: Path, began: Any, config: TrainConfig) -> None:
-    """A run goes on with the options that it began with: its certificate speaks of all of it (who could draw its noise again,
-    what it showed without noise, δ), and releases before training are made once."""
-    now = options_of(config)
-    for name, value in began.items() if isinstance(began, dict) else ():
-        if now.get(name) != value:
-            raise ConfigError(
-                f"{config_file} was changed after the run began: {name} is {now.get(name)!r}, and was {value!r}. Restore it, or "
-                "start a new run"
-            )
 
 
 def remark_on(dataset: Dataset, unit: str | None, say: Callable[[str], None]) -> None:

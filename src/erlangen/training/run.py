@@ -26,35 +26,25 @@ from typing import Any
 
 from safetensors.torch import save as to_bytes
 
-from erlangen.accounting import Budget, certificate, epsilon
-from erlangen.accounting.ledger import Ledger, LedgerError, Release, copy_path, read_ledger
+from erlangen.accounting import epsilon
+from erlangen.accounting.ledger import Ledger, LedgerError, read_ledger
 from erlangen.accounting.words import upper
 from erlangen.data import DataOptions, Dataset
 from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
-from erlangen.sampling import Units
 from erlangen.training import checkpoint
-from erlangen.training.claims import STATED, remark_on_guarantee, spent_by, write_certificate
-from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.bookkeeping import allowed_steps, new_ledger, old_ledger, write_ahead
+from erlangen.training.built import load_data, require_known
+from erlangen.training.claims import remark_on_guarantee, spent_by, write_certificate
+from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.distributed import anyone_asks, begin, meet
-from erlangen.training.folder import (
-    absolute,
-    append_line,
-    begun_with,
-    open_folder,
-    options_of,
-    remark_on,
-    require_free,
-    require_its_options,
-    require_its_releases,
-    stream_id,
-    write,
-)
+from erlangen.training.folder import absolute, append_line, open_folder, remark_on, require_free, stream_id, write
 from erlangen.training.metrics import near_zero
 from erlangen.training.moments import is_checkpoint, is_evaluation, stop_requests
-from erlangen.training.session import Session, load_data, require_known
-from erlangen.training.summary import non_private, number, summarise
+from erlangen.training.resumed import finished, load_checkpoint, require_same, resumed_config, why_complete
+from erlangen.training.session import Session
+from erlangen.training.summary import number, summarise
 from erlangen.workers import Workers
 
 #: called after each step with the session and what is known so far
@@ -111,7 +101,7 @@ def train(
     if replaced is not None:
         say(f"the run in {folder} is replaced with its ledger: the ε = {replaced} that it spent still counts for who saw its model")
     remark_on_guarantee(session, say)
-    with _new_ledger(folder, session) as ledger:
+    with new_ledger(folder, session) as ledger:
         for release in session.prior:  # on disk before its value is
             ledger.reserve(release, 1)
             ledger.spend(release)
@@ -135,35 +125,28 @@ def resume(
     Damage to the ledger is repaired and said; every release it counts stays spent, whatever checkpoint is resumed.
     """
     folder = Path(folder)
-    config = _resumed_config(folder, changes)
+    config = resumed_config(folder, changes)
     pick_device(config.device, workers)
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
     remark_on(dataset, config.unit, say)
     _remark_on_shards(config, workers, say)
-    with _old_ledger(folder, config, dataset, single_copy) as ledger:
-        if ledger.book.data != dataset.fingerprint():
-            raise ConfigError(f"the data is not what {folder} was trained on: its fingerprint differs; give its records (--data)")
-        _require_same_units(folder, ledger, dataset)
-        require_its_options(folder / "config.json", ledger.book.header.get("options"), config)
-        _require_same_weights(folder, ledger, config)
+    with old_ledger(folder, config, dataset, single_copy) as ledger:
+        require_same(folder, ledger, config, dataset)
         for note in ledger.damage:
             say(f"the ledger of {folder} was damaged and has been repaired: {note}")
         if "data" in changes:
             stored = TrainConfig.from_file(folder / "config.json")
             write(folder / "config.json", replace(stored, data=config.data).to_json() + "\n")
         session = Session(config, dataset, str(ledger.book.header.get("streams", folder.name)), workers)
-        _load_checkpoint(session, folder, ledger, say)
-        if session.step_count:
-            made = [event for event, _ in ledger.pairs()]
-            require_its_releases(folder / "config.json", session.training.event(), made)
+        load_checkpoint(session, folder, ledger, say)
         for event, count in ledger.pairs():
             session.accountant.record(event, count)
-        finished = _finished(session, folder, ledger)
-        if finished is not None:
-            say(f"{folder} is complete: {_why_complete(finished)}; nothing was trained")
+        summary = finished(session, folder, ledger)
+        if summary is not None:
+            say(f"{folder} is complete: {why_complete(summary)}; nothing was trained")
             begin(session, session.step_count)
             meet(session, for_good=True)
-            return Result(finished, session, folder)
+            return Result(summary, session, folder)
         return _run(session, folder, ledger, watch)
 
 
@@ -183,143 +166,12 @@ def _handed_over(dataset: Dataset, config: TrainConfig) -> Dataset:
     return dataset if constants is None else renormalised(dataset, *constants)
 
 
-def _resumed_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
-    if not (folder / "config.json").is_file():
-        begun = (folder / "ledger.jsonl").exists()
-        again = f"it ended before training began: start it again with --out {folder} --overwrite"
-        cure = again if begun else "name the folder of a run"
-        raise ConfigError(f"{folder} holds no run to resume: there is no config.json; {cure}")
-    config = TrainConfig.from_file(folder / "config.json")
-    changes = _those_that_may_change(changes, config, folder)
-    if "data" in changes:
-        changes["data"] = absolute(changes["data"])
-    if "data" not in changes and Path(config.data).is_absolute() and not Path(config.data).exists():
-        raise ConfigError(f"the data of {folder} is gone from {config.data}; if it was moved, say where: --data FILE")
-    return replace(config, **changes)
-
-
-def _those_that_may_change(changes: dict[str, Any], config: TrainConfig, folder: Path) -> dict[str, Any]:
-    """What a run may go on with. Options that are said again as they were, as whoever repeats a command does, change nothing."""
-    may = {"data", "device", "max_physical_batch", "shard"}
-    fixed = {name: value for name, value in sorted(changes.items()) if name not in may}
-    if fixed.get("weights"):
-        fixed["weights"] = absolute(fixed["weights"])
-    unknown = [name for name in fixed if not hasattr(config, name)]
-    if unknown:
-        raise ConfigError(f"{', '.join(unknown)}: no option of a run; leave it out when resuming {folder}")
-    other = [
-        f"{name} ({getattr(config, name)!r} in this run, {value!r} now)"
-        for name, value in fixed.items()
-        if value != getattr(config, name)
-    ]
-    if other:
-        raise ConfigError(
-            f"a resumed run keeps its options, and these differ: {', '.join(other)}. Give --resume {folder} alone, or start "
-            "a new run"
-        )
-    return {name: value for name, value in changes.items() if name in may}
-
-
-def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
-    """What a run begins with and must go on with."""
-    kept = {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
-    return {**kept, "stated": STATED, **begun_with(config)}
-
-
-def _new_ledger(folder: Path, session: Session) -> Ledger:
-    return Ledger.create(
-        folder / "ledger.jsonl",
-        _header(session.run_id, session.units, session.config),
-        data=session.dataset.fingerprint(),
-        run=folder.name,
-        unit=session.units.name,
-        block=max(1, min(64, session.config.steps // 32)),  # a crash early in a short run must not spend all of it
-    )
-
-
-def _old_ledger(folder: Path, config: TrainConfig, dataset: Dataset, single_copy: bool) -> Ledger:
-    """The run's ledger; a new one if the run ended before anything of the private records left memory."""
-    path = folder / "ledger.jsonl"
-    if path.exists() or copy_path(path).exists():
-        return Ledger.open(path, single_copy)
-    left = [
-        name for name in ("checkpoint.safetensors", "metrics.jsonl", "weights.safetensors") if (folder / name).exists()
-    ]
-    if left:
-        raise ConfigError(
-            f"the ledger of {folder} is gone, but {left[0]} is there: what it cost cannot be known. Restore ledger.jsonl, or "
-            "treat the run as not private (ε = ∞)"
-        )
-    header = _header(stream_id(config, dataset), Units(len(dataset), dataset.unit), config)
-    return Ledger.create(path, header, data=dataset.fingerprint(), run=folder.name, unit=config.unit or "record")
-
-
-def _require_same_units(folder: Path, ledger: Ledger, dataset: Dataset) -> None:
-    """Who belongs together is data too, and no part of the fingerprint."""
-    before = ledger.book.header.get("units")
-    if before not in (None, Units(len(dataset), dataset.unit).digest()):
-        raise ConfigError(
-            f"the records of {folder} were grouped otherwise when it began: whose record moved from one unit to another would "
-            "count in both. Restore the units, or start a new run"
-        )
-
-
-def _require_same_weights(folder: Path, ledger: Ledger, config: TrainConfig) -> None:
-    if ledger.book.header.get("weights") != begun_with(config).get("weights"):
-        raise ConfigError(f"{folder} began with other weights than {config.weights} holds; restore the file, or start a new run")
-
-
-def _load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callable[[str], None]) -> None:
-    saved = folder / "checkpoint.safetensors"
-    if not saved.exists():
-        spent = f"; the {ledger.steps} releases that the ledger counts stay spent" if ledger.steps else ""
-        say(f"{folder} has no checkpoint: training starts again from step 0{spent}")
-        return
-    state = checkpoint.load(saved)
-    head = state.get("ledger")
-    if not isinstance(head, dict) or not ledger.contains(head):
-        raise ConfigError(f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back")
-    try:
-        session.load_state_dict(state)
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise checkpoint.CheckpointError(
-            f"{saved} does not fit this run: {str(error)[:200] or type(error).__name__}"
-        ) from error
-    lost = sum(count for event, count in ledger.pairs() if event == session.training.event()) - session.step_count
-    if lost > 0:
-        say(
-            f"{folder} goes on from step {session.step_count}: {lost} steps more were made or reserved by a process that "
-            "was killed; they stay spent, and fewer may fit into the budget"
-        )
-
-
-def _finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
-    """The summary of a run with nothing left to do, whose certificate counts what its ledger counts."""
-    try:
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        certified = certificate.load(folder / "certificate.json")["steps"]
-        if summary["steps"] != session.step_count or certified != ledger.book.steps:
-            return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not (folder / "weights.safetensors").is_file() or allowed_steps(session, ledger) > 0:
-        return None
-    return {**summary, "complete": True}
-
-
-def _why_complete(summary: dict[str, Any]) -> str:
-    steps, planned = summary["steps"], summary["planned_steps"]
-    if steps >= planned:
-        return f"all {planned} steps are done"
-    return f"{steps} of {planned} steps are done and the privacy budget is spent"
-
-
 def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Watcher | None) -> Result:
     started = time.perf_counter()
     metrics: dict[str, Any] = {}
     last = begin(session, session.step_count + allowed_steps(session, ledger))
     if ledger is not None:
-        _write_ahead(session, ledger, last)
+        write_ahead(session, ledger, last)
     with stop_requests() as asked:
         try:
             while session.step_count < last:
@@ -381,40 +233,6 @@ def _keep(session: Session, folder: Path | None, ledger: Ledger | None) -> None:
     if folder is not None and ledger is not None:
         ledger.require_in_place()
         checkpoint.save(folder / "checkpoint.safetensors", {**session.state_dict(), "ledger": ledger.head})
-
-
-def allowed_steps(session: Session, ledger: Ledger | None) -> int:
-    """The steps still planned, or fewer if the budget does not reach: training stops *before* it would be exceeded."""
-    config = session.config
-    planned = config.steps - session.step_count
-    if ledger is None or config.epsilon is None or planned <= 0:
-        return max(0, planned)
-    assert config.delta is not None
-    event, history = session.training.event(), ledger.pairs()
-    budget = Budget(config.epsilon, config.delta)
-    if budget.allows(event, history, planned):
-        return planned
-    return min(planned, budget.steps_left(event, history))
-
-
-def _write_ahead(session: Session, ledger: Ledger, last: int) -> None:
-    """From now on no noisy gradient is used before its release is on disk."""
-    mechanism = session.training.mechanism
-    release = Release(
-        session.training.event(),
-        sensitivity=mechanism.sensitivity,
-        sigma_eff=getattr(mechanism.event(), "noise_multiplier", None),
-        sample_rate=session.sampler.sample_rate,
-        unit=session.units.name,
-        mechanism=mechanism.name,
-        reason=mechanism.unsound
-        or session.sampler.unsound
-        or ("no noise is added (σ = 0)" if mechanism.noise_multiplier == 0 else None),
-    )
-    ledger.limit = last - session.step_count
-    session.training.before_release.append(
-        lambda event: ledger.spend(release if event == release.event else replace(release, event=event, sigma_eff=None))
-    )
 
 
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:

@@ -9,9 +9,8 @@ session.epsilon()
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,41 +22,24 @@ from torch import Tensor, nn
 from erlangen.accounting import Accountant
 from erlangen.accounting.ledger import Release
 from erlangen.accounting.protected import NAMELESS
-from erlangen.data import Dataset, load
+from erlangen.data import Dataset
 from erlangen.data.augment import draw, views
 from erlangen.deploy.averaged import answering
-from erlangen.gradients.attach import remark_on_swallowed
-from erlangen.gradients.fewer import check_parts
-from erlangen.gradients.independence import check_independence
 from erlangen.gradients.rows import RowMap, sent
 from erlangen.gradients.tape import Tape
-from erlangen.mechanisms import (
-    Context,
-    GaussianMechanism,
-    Mechanism,
-    SecureNoise,
-    StreamNoise,
-    make_clipping,
-    make_mechanism,
-    mechanisms,
-)
-from erlangen.mechanisms.clipping import clipping_rules
+from erlangen.mechanisms import GaussianMechanism, Mechanism
 from erlangen.mechanisms.denoise import JamesStein
-from erlangen.models import make_model, models
-from erlangen.prepare import refuse_module
 from erlangen.private import PrivateTraining
 from erlangen.sampling import Units
 from erlangen.sampling.physical import fitting_rows, static_rows
 from erlangen.sharded import record_gathered
-from erlangen.spelling import hint
 from erlangen.streams import Once, Stream, seed_layers
-from erlangen.training.adam_bc import optimizers
+from erlangen.training.built import load_data, mechanism_for, network, optimizer_of, share_of_rate
 from erlangen.training.companions import Importance, ImportanceSampler, Judge, make_sampler
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.diagnostics import StepDiagnostics
 from erlangen.training.ema import EMA
-from erlangen.training.folder import refuse_own_weights
 from erlangen.training.frozen import FrozenTrunk
 from erlangen.training.graphs import PartGraph
 from erlangen.training.metrics import evaluate, near_zero
@@ -102,14 +84,9 @@ class Session:
             self.dataset, self.config = dataset, config
             self.prior.append(release)
         self.device = torch.device(pick_device(config.device, self.workers))
-        if self.device.type == "cuda" and config.pad:
-            torch.backends.cudnn.benchmark = (
-                True  # static shapes: the library may try its kernels once and keep the best
-            )
-        self.x, self.y = (
-            torch.from_numpy(dataset.x_train).to(self.device),
-            torch.from_numpy(dataset.y_train).to(self.device),
-        )
+        if self.device.type == "cuda" and config.pad:  # static shapes: kernels are tried once, and the best is kept
+            torch.backends.cudnn.benchmark = True
+        self.x, self.y = (torch.from_numpy(a).to(self.device) for a in (dataset.x_train, dataset.y_train))
         #: where each worker holds a part of the model
         self.shards = Shards(self) if config.shard and not self.workers.alone else None
         self.model = self._model()
@@ -119,8 +96,8 @@ class Session:
         if self.shards is not None:
             self.shards.split(self._mechanism())
         self.ema = EMA(self.model, config.ema) if config.ema else None
-        self.optimizer = self._optimizer()
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.optimizer = optimizer_of(config, self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(share_of_rate, config))
         self.sampler = make_sampler(config, self.units.count, run_id)
         self.sampler.join(self.workers)
         self.accountant = Accountant()
@@ -148,11 +125,7 @@ class Session:
     # -- building -------------------------------------------------------------------------------------------------
 
     def _model(self) -> nn.Module:
-        config = self.config
-        refuse_own_weights(config, self.dataset)
-        with torch.random.fork_rng(devices=[]):
-            seed_layers(Stream("init", config.seed, self.run_id).at(0).initial_seed())
-            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)
+        model = network(self.config, self.dataset, self.run_id)
         if self.shards is not None:  # its parts go to the device one by one
             return model
         model = model.to(self.device)
@@ -161,35 +134,9 @@ class Session:
     def _fitting(self) -> int:
         return max(1, fitting_rows(self.model, self.dataset.input_shape, self.device) // self.config.views)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        config = self.config
-        require_optimizer(config)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        return optimizers()[config.optimizer](parameters, config.lr, config.momentum, config.weight_decay)
-
-    def _rate(self, step: int) -> float:
-        begun = min(1.0, (step + 1) / (self.config.warm_up + 1))
-        if self.config.schedule == "cosine":
-            return begun * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, self.config.steps))))
-        return begun
-
     def _mechanism(self) -> Mechanism:
-        """For the model as it was built, after a look at whether it mixes records."""
-        config = self.config
-        refuse_module(self.model)
-        remark_on_swallowed(self.model)
-        device = next(self.model.parameters()).device
-        made_up = (torch.randn(3, *self.dataset.input_shape, device=device),)
-        clips = getattr(mechanisms().get(config.mechanism), "clips", True)  # what does not sees to what comes back itself
-        with torch.no_grad():
-            check_independence(self.model, made_up, reduction="sum" if clips else None)
-            if self.most_rows is not None and self.most_rows < self.units.rows:
-                check_parts(self.model, made_up)
-        noise = SecureNoise() if config.secure else StreamNoise(config.seed, self.run_id)
-        rule = make_clipping(config.clipping, config.max_grad_norm, **config.clipping_options)
-        sigma = 1.0 if config.noise_multiplier is None else config.noise_multiplier
-        context = Context(sigma, rule, noise, self.model, config.batch, config.mechanism_options, self.dataset.input_shape)
-        return make_mechanism(config.mechanism, context)
+        in_parts = self.most_rows is not None and self.most_rows < self.units.rows
+        return mechanism_for(self.config, self.model, self.dataset.input_shape, self.run_id, in_parts)
 
     def _private(self) -> PrivateTraining:
         config = self.config
@@ -334,23 +281,38 @@ class Session:
     @with_everybody
     def evaluate(self) -> dict[str, float]:
         """Public test metrics of the averaged weights; empty without a test set."""
-        if self.dataset.x_test is None or self.dataset.y_test is None:
+        test = self._test_set()
+        if test is None:
             return {}
-        x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
-        with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
-            found = evaluate(self.answering, x, y, self.dataset.classes)
+        with self._evaluating():
+            found = evaluate(self.answering, *test, self.dataset.classes)
             if self.config.average_views:
-                found["single_view_accuracy"] = evaluate(self.model, x, y, self.dataset.classes)["test_accuracy"]
+                found["single_view_accuracy"] = evaluate(self.model, *test, self.dataset.classes)["test_accuracy"]
             return found
 
     @with_everybody
     def public_predictions(self) -> PublicPredictions | None:
         """Of the averaged weights on the public test set; None without one."""
-        if self.dataset.x_test is None or self.dataset.y_test is None:
+        test = self._test_set()
+        if test is None:
             return None
-        x, y = (torch.from_numpy(a).to(self.device) for a in (self.dataset.x_test, self.dataset.y_test))
-        with _known_kernels(), self.ema.applied() if self.ema is not None else nullcontext():
-            return predictions(self.answering, x, y)
+        with self._evaluating():
+            return predictions(self.answering, *test)
+
+    def _test_set(self) -> tuple[Tensor, Tensor] | None:
+        x, y = self.dataset.x_test, self.dataset.y_test
+        return None if x is None or y is None else (torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """With the averaged weights. It happens rarely and in shapes of its own: trying kernels for them would take longer than it
+        saves."""
+        cudnn = torch.backends.cudnn
+        known = cudnn.flags(
+            enabled=cudnn.enabled, benchmark=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32
+        )
+        with known, nullcontext() if self.ema is None else self.ema.applied():
+            yield
 
     @property
     def answering(self) -> nn.Module:
@@ -408,35 +370,3 @@ class Session:
         self.sampler.load_state_dict(state["sampler"])
         for name, part in self._companions().items():
             part.load_state_dict(state[name])
-
-
-def require_known(config: TrainConfig) -> None:
-    """Names that nothing answers to are refused here, before anything is read or computed."""
-    require_optimizer(config)
-    known = {"model": ["auto", *models()], "mechanism": sorted(mechanisms()), "clipping": sorted(clipping_rules())}
-    for option, names in known.items():
-        given = getattr(config, option)
-        if given not in names:
-            raise ConfigError(
-                f"{option} is {given!r}; choose one of {', '.join(names)}, or name the file that registers it: --plugin FILE."
-                f"{hint(given, names)}"
-            )
-
-
-def require_optimizer(config: TrainConfig) -> None:
-    name, known = config.optimizer, sorted(optimizers())
-    if name not in known:
-        raise ConfigError(f"optimizer is {name!r}; choose one of {', '.join(known)}.{hint(name, known)}")
-
-
-def load_data(config: TrainConfig) -> Dataset:
-    """The records of a configuration."""
-    return load(config.data, config.unit, **config.data_options)
-
-
-def _known_kernels() -> Any:
-    """Evaluation happens rarely and in its own shapes: trying kernels for them would take longer than it saves."""
-    cudnn = torch.backends.cudnn
-    return cudnn.flags(
-        enabled=cudnn.enabled, benchmark=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32
-    )

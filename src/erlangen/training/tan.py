@@ -25,11 +25,12 @@ from typing import Any
 from erlangen.accounting import epsilon
 from erlangen.accounting.words import upper
 from erlangen.data import Dataset
+from erlangen.training.built import load_data, require_known
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import write
 from erlangen.training.normalise import wants_private
 from erlangen.training.run import train
-from erlangen.training.session import Session, load_data, require_known
+from erlangen.training.session import Session
 
 #: below this the small run's sampling error is no longer small beside the noise
 SAFE = 4.0
