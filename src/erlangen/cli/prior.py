@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,7 @@ def prior(
 
     Then: erlangen train --data … --model … --weights FILE
     """
-    import torch
-
-    from erlangen.models import make_model
+    from erlangen.prior.kept import learnt
     from erlangen.prior.learn import PriorOptions, facts_of, save_prior, square
     from erlangen.training.device import pick_device
 
@@ -51,18 +50,17 @@ def prior(
     given = {"steps": steps, "batch": batch, "images": images}
     options = PriorOptions(**{name: value for name, value in given.items() if value is not None}, seed=seed)
     started, place = time.perf_counter(), pick_device(device)
-    torch.manual_seed(seed)
-    network = make_model(model, input_shape, 2, **values.get("model_options", {}))
+    model_options = values.get("model_options", {})
     _require_a_place(out, overwrite)
-    learnt = _with_bar(network, input_shape, options, place, quiet=as_json)
-    facts = facts_of(model, values.get("model_options", {}), input_shape, options)
+    network, found = learnt(model, model_options, input_shape, options, place, partial(with_bar, quiet=as_json))
+    facts = facts_of(model, model_options, input_shape, options)
     save_prior(network, out, facts)
     seconds = time.perf_counter() - started
     if as_json:
-        typer.echo(json.dumps({"weights": str(out), **facts, **learnt, "seconds": round(seconds, 1)}))
+        typer.echo(json.dumps({"weights": str(out), **facts, **found, "seconds": round(seconds, 1)}))
         return
     typer.echo(f"Wrote    {out}: {model} for images of {shape}, in {seconds:.0f} s; no data was read")
-    others, loss, guessing = 2 * options.batch - 1, learnt["loss"], learnt["guessing"]
+    others, loss, guessing = 2 * options.batch - 1, found["loss"], found["guessing"]
     typer.echo(f"Learnt   a view's twin is found among {others} with a loss of {loss:.2f} (guessing: {guessing:.2f})")
     typer.echo(f"Use      erlangen train --model {model} --weights {out} --data …")
 
@@ -89,18 +87,19 @@ def _require_a_place(out: Path, overwrite: bool) -> None:
         raise Misuse(f"out is {str(out)!r}, whose folder cannot be written to; choose another --out")
 
 
-def _with_bar(network, input_shape, options, device: str, quiet: bool) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """The loss at the end, and that of guessing."""
+def with_bar(network, input_shape, options, device: str, quiet: bool) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    """Learn, and show how far it is; the loss at the end, and that of guessing."""
     import math
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from erlangen import terminal
     from erlangen.prior.learn import learn_prior
 
     columns = (TextColumn("learning from made-up images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     losses: list[Any] = []
-    with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
+    with terminal.alone(), Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
         task = progress.add_task("", total=options.steps)
 
         def told(step: int, loss) -> None:  # type: ignore[no-untyped-def]

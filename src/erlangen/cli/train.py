@@ -38,6 +38,7 @@ def train(
     noise_multiplier: float | None = typer.Option(None, help="σ, in place of --epsilon; 0 means no privacy."),
     model: str | None = typer.Option(None, help="A network's name; yours with --plugin FILE."),
     weights: str | None = typer.Option(None, help="Public weights to start from; erlangen prior makes a file without data."),
+    prior: bool = typer.Option(False, "--prior", help="First learn features from made-up images: no data is read, and it is kept."),
     mechanism: str | None = typer.Option(None, help="A mechanism's name; yours with --plugin FILE."),
     clipping: str | None = typer.Option(None, help="flat, per-layer, auto-s, psac or adaptive."),
     max_grad_norm: float | None = typer.Option(None, help="The clipping bound C."),
@@ -93,6 +94,8 @@ def train(
         "epsilon": epsilon, "noise_multiplier": noise_multiplier, "max_physical_batch": physical_batch,
         "shard": shard,
     }  # fmt: skip
+    if prior:
+        given["weights"] = _made_up(weights, resume)
     values = {key: value for key, value in given.items() if value is not None}
     about_data = data_options(unit_pattern, unit_csv, image_size, channels, white, skip_bad, normalise)
     if about_data:
@@ -117,6 +120,16 @@ def train(
         report(summary, folder)
 
 
+def _made_up(weights: str | None, resume: Path | None) -> str:
+    from erlangen.prior.kept import MADE_UP
+
+    if weights is not None:
+        raise Misuse(f"--prior and --weights {weights} exclude each other: give the weights to start from, or let them be learnt")
+    if resume is not None:
+        raise Misuse("--prior cannot be given with --resume: the run goes on with the weights that it has")
+    return MADE_UP
+
+
 def _refuse_zeros(values: dict[str, Any]) -> None:
     for name in ("batch", "steps", "lr"):
         if values.get(name) == 0:
@@ -139,10 +152,14 @@ def run_with_progress(
     settings: Any, folder: Path, overwrite: bool, quiet: bool, tensorboard: bool = False
 ) -> dict[str, Any]:
     """Train with a progress bar on stderr: ε spent, images a second, time left, public test accuracy."""
+    from functools import partial
+
+    from erlangen.cli.prior import with_bar
     from erlangen.training.distributed import train as run
 
+    learn = partial(with_bar, quiet=quiet)
     with progress_bar(quiet) as bar, _board(folder, tensorboard) as board:
-        return run(settings, folder, overwrite, watch=_both(bar, board), say=_say).summary
+        return run(settings, folder, overwrite, watch=_both(bar, board), say=_say, learn=learn).summary
 
 
 def continue_with_progress(

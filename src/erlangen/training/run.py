@@ -32,6 +32,7 @@ from erlangen.accounting.words import upper
 from erlangen.data import DataOptions, Dataset
 from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
+from erlangen.prior.kept import MADE_UP, Learn, kept_prior, quietly
 from erlangen.training import checkpoint
 from erlangen.training.bookkeeping import allowed_steps, new_ledger, old_ledger, write_ahead
 from erlangen.training.built import load_data, require_known
@@ -77,10 +78,12 @@ def train(
     say: Callable[[str], None] = warn,
     workers: Workers | None = None,
     dataset: Dataset | None = None,
+    learn: Learn = quietly,
 ) -> Result:
     """Train privately. With ``out`` everything is written there; the summary says what was guaranteed.
 
-    ``dataset`` stands in for ``config.data`` (from `erlangen.data.from_torch`, say); to resume, hand it over again.
+    Where ``config.weights`` is "made-up", ``learn`` first teaches the network what made-up images can, unless that is kept from
+    another run. ``dataset`` stands in for ``config.data`` (from `erlangen.data.from_torch`, say); to resume, hand it over again.
     ``workers`` is for `distributed.train`, which lets several processes share the work of this one.
     """
     if out is not None:  # this and unknown names before the records are read, which can take minutes
@@ -91,6 +94,8 @@ def train(
         config, data=absolute(config.data) if dataset is None else dataset.name, weights=config.weights and absolute(config.weights)
     )
     dataset = load_data(config) if dataset is None else _handed_over(dataset, config)
+    if config.weights == MADE_UP:
+        config = replace(config, weights=str(_prior_for(config, dataset, workers, learn)))
     remark_on(dataset, config.unit, say)
     _remark_on_shards(config, workers, say)
     if out is None:
@@ -148,6 +153,14 @@ def resume(
             meet(session, for_good=True)
             return Result(summary, session, folder)
         return _run(session, folder, ledger, watch)
+
+
+def _prior_for(config: TrainConfig, dataset: Dataset, workers: Workers | None, learn: Learn) -> Path:
+    """Of the records it asks for nothing but the shape of an image, which shows in the weights of any network."""
+    settled = config.settled(dataset.unit_count)
+    return kept_prior(
+        settled.model, settled.model_options, dataset.input_shape, pick_device(config.device, workers), learn
+    )
 
 
 def _remark_on_shards(config: TrainConfig, workers: Workers | None, say: Callable[[str], None]) -> None:
