@@ -275,7 +275,8 @@ def test_what_gredps_page_says_of_layers_clipped_each() -> None:
     assert f"| GReDP, `complex`, each of the five layers clipped | {at} | {complex_} |" in text
     assert f"| GReDP, `real` | {none} | {real} |" in text
     assert f"| GReDP, `per-sample` | {least} | {each}: it learns nothing |" in text
-    assert "| Spectral-DP, each layer clipped and noised by itself | " + theirs + " (18.2 if each of the ten tensors is) | " + spectral in text
+    told = "| Spectral-DP, each layer clipped and noised by itself |"
+    assert f"{told} {theirs} (18.2 if each of the ten tensors is) | {spectral} |" in text
     assert f"ε = 1 of GReDP's Table 1 is then {theirs}" in " ".join(method_page("spectral-dp.md").split())
 
 
