@@ -353,6 +353,9 @@ def test_what_geodps_page_says_of_training() -> None:
     assert auto_s == plain
     assert f"has {plain} % with DP-SGD and with AUTO-S, {psac} with PSAC, {direction} with `direction`, and" in text
     assert f"{published} with GeoDP as published" in text
+    first = " ".join(page("geodp.md").split())
+    reported = "The paper reports 93.58 for GeoDP; as published it has"
+    assert f"plain DP-SGD with a fitting step has {plain} %. {reported} {published}" in first
 
 
 def test_what_the_companions_page_says_of_training() -> None:

@@ -271,10 +271,12 @@ def test_what_gredps_page_says_of_layers_clipped_each() -> None:
     spectral, theirs = layered("Spectral-DP as published")
     once = spent("gredp", "gredp-table1", "claimed", "GReDP as published", ".3g").split(" ")[0]
     text = " ".join(method_page("gredp.md").split())
-    assert f"has ε = {once} clipped once and {at} with each of the five layers clipped, `real` has {none}" in text
-    assert f"`per-sample` {least}; Spectral-DP with each layer clipped and noised by itself has {theirs}" in text
-    assert f"LeNet-5 has {complex_} at ε = {at}, {real} with `real` noise and {spectral} with Spectral-DP at {theirs};" in text
-    assert f"`per-sample` learns nothing ({each})" in text
+    assert f"| GReDP, `complex`, clipped once | {once} |" in text
+    assert f"| GReDP, `complex`, each of the five layers clipped | {at} | {complex_} |" in text
+    assert f"| GReDP, `real` | {none} | {real} |" in text
+    assert f"| GReDP, `per-sample` | {least} | {each}: it learns nothing |" in text
+    told = "| Spectral-DP, each layer clipped and noised by itself |"
+    assert f"{told} {theirs} (18.2 if each of the ten tensors is) | {spectral} |" in text
     assert f"ε = 1 of GReDP's Table 1 is then {theirs}" in " ".join(method_page("spectral-dp.md").split())
 
 
@@ -290,10 +292,9 @@ def test_from_which_size_circulant_layers_are_faster() -> None:
     text = " ".join(method_page("gredp.md").split())
     for layer, start, far, block in (("linear", 512, 2048, 32), ("conv 3×3", 64, 128, 16)):
         near, there = ratios[layer, start, block], ratios[layer, far, block]
-        words = ("features", "at 2,048") if layer == "linear" else ("channels", "at 128")
-        wanted = f"from {start} {words[0]} with blocks of {block} ({near[0]:.2f}×"
-        assert wanted in text
-        assert f"{near[1]:.2f}×{' private' if layer == 'linear' else ''}; {there[0]:.2f}× and {there[1]:.2f}× {words[1]})" in text
+        names = ("linear", "features") if layer == "linear" else ("convolution 3×3", "channels")
+        (first, second) = (f"{plain:.2f}×, {private:.2f}×" for plain, private in (near, there))
+        assert f"| {names[0]}, {block} | {start} {names[1]} | {first} | {far:,} | {second} |" in text
         assert max(near) < 1
         smaller = [max(pair) for (kind, size, _), pair in ratios.items() if kind == layer and size < start]
         assert min(smaller) > 1

@@ -118,6 +118,7 @@ def test_beside_opacus() -> None:
     faster = [f"{time[m] / time['erlangen']:.1f}" for m in methods[2:]]
     assert f"Erlangen is {' and '.join(faster)} times as fast, with less than a third of the memory" in said
     assert 3 * memory["erlangen"] < min(memory[m] for m in methods[2:])
+    assert f"a private ResNet-9 step is {' and '.join(faster)} times as fast" in said, "its first lines"
 
 
 def test_beside_a_compiled_step() -> None:
@@ -127,6 +128,7 @@ def test_beside_a_compiled_step() -> None:
     assert f"compiled, takes {compiled:.1f} ms" in said
     assert f"{compiled / private:.2f} times as fast as the compiled step without privacy" in said
     assert f"in less memory ({memory[0]:.1f} GiB against {memory[1]:.1f})" in said
+    assert f"a private step is {compiled / private:.2f} times as fast as a compiled step without privacy" in said, "its first lines"
     assert f"takes {compiled:.1f} ms" in page("design-notes.md")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from erlangen.audit.everything import Everything
 from erlangen.audit.table import shown
-from erlangen.audit.verdict import CONFIDENCE, CONSISTENT, Finding, level
+from erlangen.audit.verdict import CONFIDENCE, CONSISTENT, INCONCLUSIVE, VIOLATED, Finding, level
 
 KEY = level(CONFIDENCE)
 NUMBERS = ("claim ε", "exact ε", "lower bound", "Gaussian bound", "ceiling")
@@ -18,6 +18,7 @@ def page(results: Everything) -> str:
     return (
         "\n".join(
             [
+                *_short(results),
                 *_mechanisms(results),
                 *_runs(results),
                 *_static(results),
@@ -43,18 +44,52 @@ def _numbers(f: Finding) -> list[str]:
     return [shown(value) for value in (f.claim, f.exact, *bounds)]
 
 
-def _mechanisms(results: Everything) -> Iterator[str]:
+def _short(results: Everything) -> Iterator[str]:
+    """What the tables show, counted from them."""
     yield "# Audit of every mechanism"
     yield ""
-    yield "Made by `erlangen audit all`. How to read it: [audits](../audit.md)."
+    yield "**In short**"
+    yield ""
+    ours, papers = (
+        [row.finding for row in results.rows if (row.entry.claimed_by == "erlangen") is own] for own in (True, False)
+    )
+    refuted = [f"{f.subject} (ε = {shown(f.claim)})" for f in papers if f.verdict == VIOLATED]
+    yield f"- **Claims of Erlangen:** {_consistent(ours)}."
+    if papers:
+        yield f"- **Claims of papers:** {len(refuted)} of {len(papers)} are refuted{': ' if refuted else ''}{', '.join(refuted)}."
+    yield f"- **Training runs:** {_consistent(results.runs)}."
+    yield f"- **Static audits:** {_consistent(results.static)}."
+    yield f"- **The audit itself:** {_teeth(results)}"
+    yield ""
+    yield "A passing audit is never proof. Made by `erlangen audit all`; how to read it: [audits](../audit.md)."
+    yield ""
+
+
+def _consistent(findings: Sequence[Finding]) -> str:
+    verdicts = Counter(f.verdict for f in findings)
+    others = (f"{verdicts[v]} {v}" for v in (VIOLATED, INCONCLUSIVE) if verdicts[v])
+    return ", ".join([f"{verdicts[CONSISTENT]} of {len(findings)} are consistent", *others])
+
+
+def _teeth(results: Everything) -> str:
+    broken = [s for s in results.zoo if s["bug"]]
+    sound = [s for s in results.zoo if not s["bug"]]
+    caught, spared = sum(bool(s["caught_by"]) for s in broken), sum(not s["caught_by"] for s in sound)
+    return f"{caught} of {len(broken)} deliberately broken specimens were caught; {spared} of {len(sound)} sound ones passed."
+
+
+def _mechanisms(results: Everything) -> Iterator[str]:
+    yield "## One release"
     yield ""
     yield (
         f"One release of the real code, neighbouring batches that differ in one record, δ = 1e-5, confidence {KEY}, verdicts "
-        "corrected for their number (Holm). *Claim* is what the paper says for a published form, and what Erlangen accounts "
-        "for a sound one; *exact* is what Erlangen accounts. *Lower bound* is model-free, *Gaussian bound* holds if the release "
-        "is Gaussian; *ceiling* is the largest model-free bound that this many trials could have shown. A passing audit is "
-        "never proof."
+        "corrected for their number (Holm)."
     )
+    yield ""
+    yield "- *Claim* is what the paper says for a published form, and what Erlangen accounts for a sound one."
+    yield "- *Exact* is what Erlangen accounts."
+    yield "- *Lower bound* is model-free, *Gaussian bound* holds if the release is Gaussian."
+    yield "- *Ceiling* is the largest model-free bound that this many trials could have shown."
     yield ""
     yield from _head("paper", "mechanism", "claim of", *NUMBERS, "trials", "verdict")
     for row in results.rows:
@@ -73,12 +108,17 @@ def _runs(results: Everything) -> Iterator[str]:
     yield "## Training runs"
     yield ""
     yield (
-        "Short runs on the embedded digits, σ = 1, expected batch 128, with canaries in them: gradients chosen by the attacker; "
-        "for Clipless records made strong by gradient ascent, which go through network, loss and recorder as every record does; "
-        "and mislabelled images (membership: black box, by their loss). *Claim* is ε of one release for release canaries, of the "
-        "whole run for the others. *Curve bound* inverts the curve of the composed, subsampled releases; for release canaries that "
-        "of one Gaussian release."
+        "Short runs on the embedded digits, σ = 1, expected batch 128, with canaries in them. *Claim* is ε of one release for "
+        "release canaries, of the whole run for the others. *Curve bound* inverts the curve of the composed, subsampled releases; "
+        "for release canaries that of one Gaussian release."
     )
+    yield ""
+    yield "- *Canaries* are gradients chosen by the attacker."
+    yield (
+        "- *For Clipless* they are records made strong by gradient ascent, which go through network, loss and recorder as every "
+        "record does."
+    )
+    yield "- *Membership* plants mislabelled images (black box, by their loss)."
     yield ""
     yield from _head("run", "audit", "claim ε", "lower bound", "curve bound", "ceiling", "trials", "verdict", "")
     for f in results.runs:
@@ -134,15 +174,12 @@ def _static(results: Everything) -> Iterator[str]:
 
 
 def _zoo(results: Everything) -> Iterator[str]:
-    broken = [s for s in results.zoo if s["bug"]]
-    sound = [s for s in results.zoo if not s["bug"]]
-    caught, spared = sum(bool(s["caught_by"]) for s in broken), sum(not s["caught_by"] for s in sound)
     yield "## Does it have teeth?"
     yield ""
-    yield f"{caught} of {len(broken)} deliberately broken specimens were caught; {spared} of {len(sound)} sound ones passed."
+    yield _teeth(results)
     yield ""
     yield from _head("broken", "kind", "what is wrong", "caught by")
-    for s in broken:
+    for s in (s for s in results.zoo if s["bug"]):
         yield _row(s["name"], s["kind"], s["bug"], ", ".join(s["caught_by"]) or "**nothing**")
     yield ""
 
