@@ -92,7 +92,14 @@ def test_the_command_shows_a_bar_and_refuses_what_excludes_it(cache, tmp_path):
     again = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "other")])
     assert again.exit_code == 0, again.output
     assert "learning from made-up images" not in again.stderr
-    for words, says in ((["--weights", "a.safetensors"], "exclude each other"), (["--resume", str(tmp_path / "run")], "--resume")):
+    again = CliRunner().invoke(app, ["train", "--data", "digits", "--prior", "--resume", str(tmp_path / "run")])
+    assert again.exit_code == 0, again.output
+    plain = ["train", "--data", "digits", "--steps", "2", "--set", "model_options.width=8", "--out", str(tmp_path / "plain")]
+    assert CliRunner().invoke(app, plain).exit_code == 0
+    for words, says in (
+        (["--weights", "a.safetensors"], "exclude each other"),
+        (["--resume", str(tmp_path / "plain")], "began with fresh weights"),
+    ):
         refused = CliRunner().invoke(app, ["train", "--prior", *words])
         assert refused.exit_code == 2
         assert says in refused.stderr

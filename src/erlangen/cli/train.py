@@ -120,14 +120,19 @@ def train(
         report(summary, folder)
 
 
-def _made_up(weights: str | None, resume: Path | None) -> str:
-    from erlangen.prior.kept import MADE_UP
+def _made_up(weights: str | None, resume: Path | None) -> str | None:
+    """What stands for a prior in the options; nothing where a run that began with one goes on."""
+    from erlangen.prior.kept import MADE_UP, is_kept
+    from erlangen.training.config import read_options
 
     if weights is not None:
         raise Misuse(f"--prior and --weights {weights} exclude each other: give the weights to start from, or let them be learnt")
-    if resume is not None:
-        raise Misuse("--prior cannot be given with --resume: the run goes on with the weights that it has")
-    return MADE_UP
+    if resume is None:
+        return MADE_UP
+    began = read_options(resume / "config.json").get("weights")
+    if not is_kept(began):
+        raise Misuse(f"--prior: {resume} began with {began or 'fresh weights'}. Give --resume {resume} alone, or start a new run")
+    return None
 
 
 def _refuse_zeros(values: dict[str, Any]) -> None:

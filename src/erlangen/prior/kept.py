@@ -45,7 +45,7 @@ def kept_prior(
     """The file of a prior for this network and these images. Nothing decides it but its arguments: no record is read."""
     facts = facts_of(model, dict(model_options), shape, options)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    place = user_cache() / "priors" / f"{model}-{'x'.join(map(str, shape))}-{name}.safetensors"
+    place = _folder() / f"{model}-{'x'.join(map(str, shape))}-{name}.safetensors"
     if not place.is_file():
         network, _ = learnt(model, model_options, shape, options, device, learn)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -53,4 +53,13 @@ def kept_prior(
     return place
 
 
-__all__ = ["MADE_UP", "Learn", "kept_prior", "learnt"]
+def is_kept(weights: Any) -> bool:
+    """Whether a run that began with these weights began with a prior of this user."""
+    return isinstance(weights, str) and Path(weights).parent == _folder()
+
+
+def _folder() -> Path:
+    return user_cache() / "priors"
+
+
+__all__ = ["MADE_UP", "Learn", "is_kept", "kept_prior", "learnt"]
