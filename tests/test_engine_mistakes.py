@@ -43,6 +43,7 @@ BAD = {
     "clipping": (lambda: private(clipping="soft"), ValueError, "clipping is 'soft'"),
     "strategy": (lambda: private(strategy="fast"), ValueError, "strategy is 'fast'"),
     "ghost": (lambda: private(grad_sample_mode="ghost"), ValueError, "not needed"),
+    "a generator for the noise": (lambda: private(noise_generator=torch.Generator()), ValueError, r"PrivacyEngine\(seed=…\)"),
     "lbfgs": (lambda: private(optimizer=torch.optim.LBFGS(net().parameters())), ValueError, "LBFGS"),
 }  # fmt: skip
 

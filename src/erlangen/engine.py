@@ -107,6 +107,7 @@ class PrivacyEngine:
         denoiser: Callable[..., Any] | None = None,
         check: bool = True,
         grad_sample_mode: str | None = None,
+        noise_generator: Any = None,
     ) -> tuple[nn.Module, Optimizer, DataLoader]:
         """Returns the same module, the same optimizer, and a loader that samples privately. Nothing changes on error.
 
@@ -122,7 +123,13 @@ class PrivacyEngine:
             denoiser: post-processing of the private gradient (free): ``denoiser(gradients, variances) -> gradients``.
             check: run the two-sample independence probe on made-up inputs of the data's shape.
             grad_sample_mode: accepted for scripts written for Opacus; rules and fallback are chosen per layer.
+            noise_generator: refused, with what takes its place.
         """
+        if noise_generator is not None:
+            raise ValueError(
+                "noise_generator is given: noise has streams of its own here. Leave it out; PrivacyEngine(seed=…) makes a training "
+                "reproducible (and not fit for release), PrivacyEngine(secure=True) draws from the system's secure generator"
+            )
         if grad_sample_mode not in _OPACUS_MODES:
             raise ValueError(
                 f"grad_sample_mode={grad_sample_mode!r} is not needed: norms-first layers are chosen automatically. Drop it, "
