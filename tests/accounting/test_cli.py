@@ -351,6 +351,9 @@ def test_validation_releases_count_for_their_data(call, run_folder):
     out = call("account", run_folder, "--json")
     assert len(out["data_sets"]) == 1
     assert out["epsilon"]["pld"] > before
+    named = call("account", run_folder / "ledger.jsonl", "--json")
+    assert named["epsilon"] == out["epsilon"], "whoever names the file of a run's ledger means the run"
+    assert call("account", run_folder, run_folder / "ledger.jsonl", "--json")["epsilon"] == out["epsilon"], "and counts it once"
 
 
 def test_calibrate_says_why_no_step_fits(call):

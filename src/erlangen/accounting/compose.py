@@ -93,10 +93,12 @@ def ledger_path(run: str | os.PathLike[str]) -> Path:
 
 
 def ledgers_of(run: str | os.PathLike[str]) -> list[Path]:
-    """Every ledger of a run: of its training, and of the private validation records it was tried on."""
-    beside = Path(run) / VALIDATION_NAME
-    found = beside.exists() or copy_path(beside).exists()
-    return [ledger_path(run), *([beside] if found else [])]
+    """Every ledger of a run: of its training, and of the private validation records it was tried on. Whoever names the first by
+    its file means the run, too."""
+    training = ledger_path(run)
+    beside = training.parent / VALIDATION_NAME
+    found = training.name == LEDGER_NAME and (beside.exists() or copy_path(beside).exists())
+    return [training, *([beside] if found else [])]
 
 
 def compose_runs(runs: Sequence[str | os.PathLike[str]], single_copy: bool = False) -> list[Spent]:
