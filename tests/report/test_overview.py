@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
+from erlangen.accounting.certificate_beside import Validation
 from erlangen.report import overview, read
 from erlangen.report.page import build, in_detail
 
@@ -75,3 +76,11 @@ def test_one_of_each_method_is_shown_first(trained):
     assert in_detail(runs, 2) == [0, 6]
     assert in_detail(runs, 4) == [0, 3, 6, 9]
     assert len(build(runs, 1).pages) == 1
+
+
+def test_what_validation_cost_is_said_to_be_left_out(trained):
+    runs = several(trained)
+    assert "validation" not in overview.accuracy_against_epsilon(runs).caption
+    beside = Validation(9.0, True, "two releases more")
+    chart = overview.accuracy_against_epsilon([dataclasses.replace(runs[0], validation=beside), *runs[1:]])
+    assert "What private validation cost beside 1 of the runs is not in it." in chart.caption

@@ -83,6 +83,8 @@ def accuracy_against_epsilon(runs: list[Run]) -> Chart | None:
         series.append(Series("Pareto front", *line, "steps", colour="ink", dash=True))
     without = sum(not math.isfinite(p.epsilon) for p in every)
     note = f" {without} setting(s) without a guarantee (ε = ∞) are left out." if without else ""
+    validated = sum(run.validation is not None for run in runs)
+    note += f" What private validation cost beside {validated} of the runs is not in it." if validated else ""
     shown, told = _front_in_words(front)
     return Chart(
         "pareto",
