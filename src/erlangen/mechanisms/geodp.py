@@ -182,8 +182,11 @@ class Direction(Mechanism):
         self._require_one_bound()
         self.noise.next_release()
         u = dict(zip(self._sum, self.noise.perturb_all(list(self._sum.values()), self.direction_std), strict=True))
+        return u, self._noisy_magnitude()
+
+    def _noisy_magnitude(self) -> float:
         m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()
-        return u, max(float(self.noise.perturb(m, self.magnitude_std)), 0.0)
+        return max(float(self.noise.perturb(m, self.magnitude_std)), 0.0)
 
     def _denoise(self, u: dict[str, Tensor]) -> dict[str, Tensor]:
         return u
@@ -305,18 +308,13 @@ class Angles(Direction):
         self._require_one_bound()
         self.noise.next_release()
         angles = self.noise.perturb(self._angles, self.direction_std * self.angle_sensitivity)
-        m = torch.as_tensor(self._magnitude, dtype=torch.float64).reshape(1).cpu()
-        m = self.noise.perturb(m, self.magnitude_std).clamp(min=0.0)
+        m = self._noisy_magnitude()
         moved = self._reference.to(angles) + angles / expected_batch
         direction = from_spherical(torch.ones((), device=angles.device), moved)
         self._refer(wrapped(moved, direction))
         self._angles = torch.zeros_like(self._angles)
         self._reset()
-        return self._split(direction * (float(m) / expected_batch))
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split([shape.numel() for shape in self.shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return by_parameter(direction * (m / expected_batch), self.shapes)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "reference": encode({"angles": self._reference})}
@@ -348,13 +346,8 @@ class PublishedGeoDP(GaussianMechanism):
         phi = self.noise.perturb(phi, spread * self.noise_multiplier)
         length_std = self.clipping.sensitivity / expected_batch * self.noise_multiplier
         radius = self.noise.perturb(radius.reshape(1), length_std)
-        flat = from_spherical(radius[0], phi)
-        released, start = {}, 0
-        for name, total in self._sum.items():
-            released[name] = flat[start : start + total.numel()].view_as(total)
-            start += total.numel()
         self._reset()
-        return released
+        return by_parameter(from_spherical(radius[0], phi), self.shapes)
 
     def noise_std(self, name: str) -> Tensor | float:
         """The noise is on angles; no coordinate of the gradient has a noise of its own."""
@@ -370,6 +363,12 @@ class PublishedGeoDP(GaussianMechanism):
 def norm_of(u: Mapping[str, Tensor]) -> float:
     """‖u‖ over all parameters, accumulated in float64."""
     return math.sqrt(sum(float(torch.linalg.vector_norm(t)) ** 2 for t in u.values()))
+
+
+def by_parameter(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """One vector as the parameters that it is of, in their order."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def check_beta(beta: float) -> float:
