@@ -52,9 +52,13 @@ class GaussianMechanism(Mechanism):
         """Noise on each coordinate of T⁺'s argument."""
         return self.clipping.gradient_multiplier(self.noise_multiplier) * self.clipping.sensitivity
 
+    def layer_std(self, name: str) -> float:
+        """`std` where layers differ in it."""
+        return self.std
+
     def noise_std(self, name: str) -> Tensor | float:
         energy = self.geometry.energy(name, self._like[name])
-        return self.std * (energy.sqrt() if isinstance(energy, Tensor) else energy**0.5)
+        return self.layer_std(name) * (energy.sqrt() if isinstance(energy, Tensor) else energy**0.5)
 
     def covariance(self, name: str) -> Tensor:
         d = self.shapes[name].numel()
@@ -62,7 +66,7 @@ class GaussianMechanism(Mechanism):
         coordinates = self.geometry.forward(name, units)
         basis = torch.eye(coordinates[0].numel(), dtype=torch.float64).view(-1, *coordinates.shape[1:])
         back = self.geometry.inverse(name, basis).reshape(basis.shape[0], d)
-        return self.std**2 * back.T @ back
+        return self.layer_std(name) ** 2 * back.T @ back
 
     def event(self, noise_multiplier: float | None = None) -> DpEvent:
         return gaussian(self.noise_multiplier if noise_multiplier is None else noise_multiplier)

@@ -70,14 +70,6 @@ class Layerwise(GaussianMechanism):
         """σ·C_l"""
         return self.noise_multiplier * self._bounds()[self._layer[name]]
 
-    def noise_std(self, name: str) -> Tensor | float:
-        energy = self.geometry.energy(name, self._like[name])
-        return self.layer_std(name) * (energy.sqrt() if isinstance(energy, Tensor) else energy**0.5)
-
-    def covariance(self, name: str) -> Tensor:
-        white = super().covariance(name)
-        return white * (self.layer_std(name) / self.std) ** 2 if self.std else white
-
     def event(self, noise_multiplier: float | None = None) -> DpEvent:
         if isinstance(self.clipping, PerLayer) and not self.shapes:
             raise RuntimeError(f"{self.name} clips per layer and does not know how many there are: call bind() first")

@@ -32,7 +32,6 @@ from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat, PerLay
 from erlangen.mechanisms.frequency import GUARD, hartley, parity
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
-from erlangen.mechanisms.published import Layerwise
 from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError
 from erlangen.training.stacked_rows import Filter, Rows, norms
@@ -173,7 +172,7 @@ class StackedGaussian(StackedRelease):
 
 def _scales(mechanism: GaussianMechanism, stack: Stack) -> tuple[Tensor, Tensor]:
     """The noise of every coordinate of the sum before geometry, [d]: what multiplies z, and what multiplies Πz."""
-    layer = {n: mechanism.layer_std(n) if isinstance(mechanism, Layerwise) else mechanism.std for n in stack.shapes}
+    layer = {n: mechanism.layer_std(n) for n in stack.shapes}
     ones = stack.vector({n: torch.full(shape, layer[n]) for n, shape in stack.shapes.items()})
     if not isinstance(mechanism, PublishedGReDP):
         return ones, torch.zeros_like(ones)
