@@ -30,8 +30,8 @@ import torch
 from resumable import Bench, OutOfTime, Row, held_out
 from scipy.stats import t
 
+from erlangen.atomic import write_atomically
 from erlangen.data import load
-from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
 from erlangen.training.metrics import near_zero

@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from erlangen.atomic import write_atomically
 from erlangen.data import Dataset
-from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
 from erlangen.training.ensemble import Ensemble

@@ -13,6 +13,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from erlangen.atomic import write_atomically
+
 from . import strict_json
 from .attacker import gdp_mu, tradeoff
 from .epsilon import AccountingError, Neighbouring, epsilon
@@ -184,8 +186,9 @@ def save(certificate: Mapping[str, Any], folder: str | os.PathLike[str], name: s
     from .certificate_text import markdown
 
     target = Path(folder) / name
-    _replace(target, json.dumps(certificate, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _replace(target.with_suffix(".md"), markdown(certificate))
+    text = json.dumps(certificate, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(target, text.encode())
+    write_atomically(target.with_suffix(".md"), markdown(certificate).encode())
     return target
 
 
@@ -195,15 +198,6 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise strict_json.DocumentError(f"certificate {path} is not a JSON object")
     return document
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _json(value: float | None) -> float | str | None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from erlangen.atomic import flush_folder, write_atomically
+
 from . import ledger_format as fmt
 from . import strict_json
 from .ledger_format import Book, LedgerError, NotALedger, Release
@@ -106,9 +108,9 @@ class Ledger:
             raise _cannot("create", target, error) from None
         try:
             _refuse_existing(target)
-            _write_new(copy_path(target), line)
-            _write_new(target, line)
-            _sync_folder(target.parent.resolve().parent)  # the run folder may be new, too
+            write_atomically(copy_path(target), line)
+            write_atomically(target, line)
+            flush_folder(target.parent.resolve().parent)  # the run folder may be new, too
             return cls(target, book, lock)
         except OSError as error:
             lock.close()
@@ -330,7 +332,7 @@ def _restore(path: Path, good: bytes) -> None:
             stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S%f")
             with contextlib.suppress(OSError):  # evidence, not needed for the repair
                 os.link(target, f"{target}.damaged-{stamp}")
-        _write_new(target, good)
+        write_atomically(target, good)
 
 
 def _refuse_existing(path: Path) -> None:
@@ -339,28 +341,6 @@ def _refuse_existing(path: Path) -> None:
     second = copy_path(path)
     if second.exists() and fmt.parse(second.read_bytes()).good.count(b"\n") > 1:
         raise LedgerError(f"{second} holds the releases of a ledger that is gone; continue it with Ledger.open({path})")
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Write a whole file atomically and durably, the directory entry included."""
-    temporary = path.with_name(f"{path.name}.new")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _CLOEXEC, 0o644)
-    try:
-        _write_all(file, data)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from erlangen.atomic import write_atomically
 from erlangen.data import Dataset, datasets, load
 from erlangen.data.base import renormalised
 from erlangen.data.preprocessing import DataError, Preprocessing
@@ -75,8 +76,6 @@ class ModelCard:
         return dataclasses.replace(data, y_train=place[data.y_train], classes=self.classes, class_names=self.class_names)
 
     def save(self, folder: Path) -> None:
-        from erlangen.training.checkpoint import write_atomically
-
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         write_atomically(folder / FILE, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
 

@@ -18,12 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from erlangen.atomic import write_atomically
 from erlangen.data import Dataset
 from erlangen.experiments import tuning
 from erlangen.experiments.pool import Pool
 from erlangen.experiments.runner import paired
 from erlangen.training.built import load_data, require_known
-from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.normalise import wants_private
 from erlangen.training.run import train

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from erlangen.atomic import write_atomically
 from erlangen.gradients.joined import join
 from erlangen.models.standardised import StandardisedConv2d
 from erlangen.prior.images import made_up_images
@@ -96,8 +97,6 @@ def learn_prior(
 def save_prior(model: nn.Module, path: str | Path, facts: dict[str, Any]) -> None:
     """A ``.safetensors`` file for ``weights`` of a training: all but the last linear layer, and how it was made."""
     from safetensors.torch import save
-
-    from erlangen.training.checkpoint import write_atomically
 
     head, _ = last_linear(model)
     kept = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items() if not n.startswith(f"{head}.")}

@@ -18,6 +18,7 @@ from typing import Any
 
 import erlangen
 from erlangen.accounting.words import lower, upper
+from erlangen.atomic import write_atomically
 from erlangen.report import charts, interactive, kernels, noise, overview, pixels
 from erlangen.report.chart import Figure, Gallery, small
 from erlangen.report.folder import Run
@@ -209,8 +210,6 @@ def render(report: Report) -> str:
 
 def write(report: Report, path: Path) -> Path:
     """Write the page, whole or not at all."""
-    from erlangen.training.checkpoint import write_atomically
-
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render(report).encode())
     return path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from erlangen.atomic import write_atomically
 
 FORMAT = "erlangen-checkpoint-1"
 _TENSOR = "__tensor__"
@@ -45,27 +46,6 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(restored, dict):
         raise CheckpointError(f"{path} holds no state")
     return restored
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Temporary file, flush to disk, rename, flush the folder."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:  # name the file that was wanted, not the temporary one, or none at all
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def taken_apart(state: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:

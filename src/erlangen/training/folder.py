@@ -16,10 +16,10 @@ import numpy as np
 
 from erlangen.accounting.compose import LEDGER_NAME
 from erlangen.accounting.ledger import LedgerError, copy_path, is_live, read_ledger
+from erlangen.atomic import write_atomically
 from erlangen.data import Dataset, datasets
 from erlangen.data.base import digest_of
 from erlangen.models.public import digest, find
-from erlangen.training.checkpoint import write_atomically
 from erlangen.training.config import ConfigError, TrainConfig
 
 #: options that change no weight: a run may be resumed with others, and equal seeds give equal weights whatever they are

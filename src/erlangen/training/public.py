@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from erlangen.atomic import write_atomically
 from erlangen.deploy.averaged import rows_at_once
-from erlangen.training.checkpoint import write_atomically
 
 FILE = "public.safetensors"
 #: images kept: one of each class first, then the mistakes of which the network was most sure

@@ -29,6 +29,7 @@ from safetensors.torch import save as to_bytes
 from erlangen.accounting import epsilon
 from erlangen.accounting.ledger import Ledger, LedgerError, read_ledger
 from erlangen.accounting.words import upper
+from erlangen.atomic import write_atomically
 from erlangen.data import DataOptions, Dataset
 from erlangen.data.base import renormalised
 from erlangen.deploy.card import ModelCard
@@ -251,7 +252,7 @@ def _keep(session: Session, folder: Path | None, ledger: Ledger | None) -> None:
 def _leave(session: Session, folder: Path, ledger: Ledger, summary: dict[str, Any]) -> None:
     ledger.require_in_place()
     weights = to_bytes({k: t.detach().cpu().contiguous() for k, t in session.weights().items()})
-    checkpoint.write_atomically(folder / "weights.safetensors", weights)
+    write_atomically(folder / "weights.safetensors", weights)
     public = session.public_predictions()
     if public is not None:
         public.save(folder)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from erlangen.atomic import write_atomically
 from erlangen.gradients.kernels import HAS_TRITON
 from erlangen.places import user_cache
 
@@ -105,9 +105,7 @@ def keep(machine: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> 
     known = _file()
     known.setdefault(machine, {}).setdefault(kind, {})[key] = asdict(setting)
     path().parent.mkdir(parents=True, exist_ok=True)
-    fresh = path().with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    os.replace(fresh, path())  # who reads meanwhile sees the old file or the new one
+    write_atomically(path(), (json.dumps(known, indent=1, sort_keys=True) + "\n").encode())
     _table.cache_clear()
 
 
