@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.draws import Drawn, along
-from erlangen.gradients.memory import Memory, attributes_untouched, remembered, restore, untouched
+from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.trace import Trace, own_copies, same, trace
 from erlangen.streams import seed_layers
@@ -60,23 +60,18 @@ def check_fewer(
 def check_parts(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Whatever a module remembers is the same after one pass and after two: of how many parts a batch is made depends on who was
     drawn. Weights are moved before, because what follows them (power iteration) may have arrived."""
-    modes = {m: m.training for m in module.modules()}
-    try:
-        with untouched(module), attributes_untouched(module):
-            module.train()
+    with modes_untouched(module), untouched(module), attributes_untouched(module):
+        module.train()
+        seed_layers(0)
+        module(*own_copies(inputs))  # what is made once is there
+        with torch.no_grad():
+            for p in filter(torch.is_floating_point, module.parameters()):
+                p.add_(torch.randn_like(p), alpha=0.1)
+        after: list[dict[str, Tensor]] = []
+        for _ in range(2):
             seed_layers(0)
-            module(*own_copies(inputs))  # what is made once is there
-            with torch.no_grad():
-                for p in filter(torch.is_floating_point, module.parameters()):
-                    p.add_(torch.randn_like(p), alpha=0.1)
-            after: list[dict[str, Tensor]] = []
-            for _ in range(2):
-                seed_layers(0)
-                module(*own_copies(inputs))
-                after.append({name: t.detach().clone() for name, t in remembered(module)})
-    finally:
-        for m, training in modes.items():
-            m.training = training
+            module(*own_copies(inputs))
+            after.append({name: t.detach().clone() for name, t in remembered(module)})
     once, twice = after
     counted = next((name for name, t in twice.items() if name not in once or not _alike(t, once[name])), None)
     if counted is not None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, watched_rows
 from erlangen.gradients.independence_backward import check_backward
-from erlangen.gradients.memory import Memory, attributes_untouched, remembered, restore, untouched
+from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
 from erlangen.gradients.trace import Call, own_copies, same, trace
 from erlangen.gradients.variants import SCALES, changed, more_rows, not_finite, padded, told_apart, unlike, variants
@@ -35,9 +35,8 @@ def check_independence(
     ``batch_first`` is what `make_private` is told: whether sequences *inside* the module have the batch first or the time.
     ``reduction`` is that of the loss, where the number of rows is private: what comes back must not depend on it.
     """
-    modes = {m: m.training for m in module.modules()}
     inputs = told_apart(module, inputs)
-    try:
+    with modes_untouched(module):
         for batch, training in itertools.product((inputs, *padded(module, inputs)), (True, False)):
             module.train(training)
             with untouched(module) as start:
@@ -48,9 +47,6 @@ def check_independence(
             _check_answers(module, inputs)
             module.train()
             _check_many(module, inputs, start)
-    finally:
-        for m, training in modes.items():
-            m.training = training
 
 
 def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -> None:
@@ -131,16 +127,12 @@ def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 def check_padding(module: nn.Module, alone: Tensor, beside: Tensor) -> None:
     """Raise if a record's output changes with the length to which the batch pads it. Both hold the record alone, [1, …]."""
-    modes = {m: m.training for m in module.modules()}
-    module.eval()
     try:
-        with untouched(module), torch.no_grad():
+        with modes_untouched(module), untouched(module), torch.no_grad():
+            module.eval()
             outs = [module(t.clone()) for t in (alone, beside)]
     except Exception:  # of a module that takes more than the first part of a batch: its own call will tell
         return
-    finally:
-        for m, training in modes.items():
-            m.training = training
     if not all(isinstance(out, Tensor) for out in outs) or outs[0].ndim != outs[1].ndim:
         return
     common = tuple(slice(min(sizes)) for sizes in zip(*(out.shape for out in outs), strict=True))

@@ -36,6 +36,17 @@ def untouched(module: nn.Module) -> Iterator[Memory]:
             restore(module, start)
 
 
+@contextlib.contextmanager
+def modes_untouched(module: nn.Module) -> Iterator[None]:
+    """Every module in it trains or evaluates afterwards as before."""
+    modes = {m: m.training for m in module.modules()}
+    try:
+        yield
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
 def _as_written() -> contextlib.AbstractContextManager[Any]:
     """Nothing is compiled where the compiler has not been imported, and importing it takes a while."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
