@@ -22,7 +22,7 @@ from torch import Tensor
 
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.rounding import additions, gram, hidden, outward, weighed
-from erlangen.gradients.sums import row_sum, skips_zero_weights, squared_norms
+from erlangen.gradients.sums import memory_order, row_sum, skips_zero_weights, squared_norms
 from erlangen.gradients.tracing import as_on_gpu
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ class Dense(Piece):
     def weighted_sum(self, w: Tensor) -> Tensor:
         if self.g.is_contiguous():
             return row_sum(w, self.g.flatten(1) if self.g.ndim > 1 else self.g[:, None]).view(self.g.shape[1:])
-        strides = self.g.stride()  # in memory's own order: no copy
-        order = sorted(range(1, self.g.ndim), key=lambda axis: -strides[axis])
+        order = memory_order(self.g)
         g = self.g.permute(0, *order)
         total = row_sum(w, g.flatten(1) if g.ndim > 1 else g[:, None]).view(g.shape[1:])
         return total.permute([order.index(axis) for axis in range(1, self.g.ndim)])

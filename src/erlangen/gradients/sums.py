@@ -16,14 +16,19 @@ LONGEST_RUN = {"cpu": 512, "cuda": 1 << 18}
 FEWEST_COLUMNS = 512
 
 
+def memory_order(t: Tensor, first: int = 1) -> list[int]:
+    """The axes from ``first`` on, outermost in memory first: flattened in this order they need no copy."""
+    strides = t.stride()
+    return sorted(range(first, t.ndim), key=lambda axis: -strides[axis])
+
+
 def squared_norms(g: Tensor) -> Tensor:
     """‖g_i‖² for each row of [n, …], accumulated in at least float32, and in runs: one long sum would forget all terms that
     are below half its rounding error, one after another (7 % of ten million entries)."""
     precise = accumulate_dtype(g)
     if g.numel() == 0:
         return g.new_zeros(g.shape[0], dtype=precise)
-    strides = g.stride()  # in memory's own order: no copy
-    order = sorted(range(1, g.ndim), key=lambda axis: -strides[axis])
+    order = memory_order(g)
     flat = g.permute(0, *order).flatten(1) if order else g[:, None]
     run, entries = LONGEST_RUN.get(g.device.type, 512), flat.shape[1]
     whole = entries - entries % run

@@ -37,7 +37,7 @@ from erlangen.gradients.pieces import (
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, explicit_padding, tapped_convolution
-from erlangen.gradients.sums import squared_norms
+from erlangen.gradients.sums import memory_order, squared_norms
 from erlangen.gradients.tape import Tape
 from erlangen.models.standardised import StandardisedConv2d, standardise
 
@@ -153,8 +153,7 @@ class Standardised(Piece):
         return self._formed(self.inner.dense() if isinstance(self.inner, Dense) else self.inner.precise().dense())
 
     def _formed(self, g: Tensor) -> Tensor:
-        strides = g.stride()  # in memory's own order: no copy
-        order = sorted(range(2, g.ndim), key=lambda axis: -strides[axis])
+        order = memory_order(g, 2)
         g = g.permute(0, 1, *order).flatten(2)
         filters = self.projection.filters.permute(0, *[axis - 1 for axis in order]).flatten(1)
         if usable(g) and g.dtype != torch.float64:
