@@ -86,6 +86,11 @@ class RowMap:
         count = torch.bincount(owner[present], minlength=max(self.owners, 1))
         return torch.where(present, 1.0 / count.clamp(min=1).to(like.dtype)[owner.clamp(min=0)], 0.0)
 
+    def scaled(self, per_row: Tensor) -> Tensor:
+        """Rows [rows, …] of an irregular map times their factors; padding is exactly zero, whatever it held."""
+        factor = self.row_factor(per_row).view(-1, *[1] * (per_row.ndim - 1))
+        return torch.where(factor == 0, 0.0, per_row * factor)
+
     def sum_rows(self, per_row: Tensor) -> Tensor:
         """Σ over the rows of each owner: [rows, …] → [owners, …]. Padding rows are dropped."""
         if self.owner is None:

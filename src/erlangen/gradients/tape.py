@@ -118,19 +118,22 @@ class PerSampleGradients:
         """`dense` up to a positive factor that all owners and parameters share: for what only depends on directions."""
         return self._pieces[name].dense()
 
+    def _with(self, pieces: Mapping[str, Piece]) -> PerSampleGradients:
+        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+
     def formed(self) -> PerSampleGradients:
         """The same gradients, formed now and kept: for mechanisms that will look at every entry."""
         pieces = {name: piece.formed() for name, piece in self._pieces.items()}
-        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+        return self._with(pieces)
 
     def unfiltered(self) -> PerSampleGradients:
         """The same gradients before any filter: those of layers that filter what they form if the tape is ``watched``."""
         pieces = {name: piece.whole or piece for name, piece in self._pieces.items()}
-        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+        return self._with(pieces)
 
     def of(self, name: str) -> PerSampleGradients:
         """The gradients of one parameter alone."""
-        return PerSampleGradients({name: self._pieces[name]}, self.owners, self._factor, self.valid)
+        return self._with({name: self._pieces[name]})
 
     @property
     def guarded(self) -> bool:
@@ -147,7 +150,7 @@ class PerSampleGradients:
     def without(self, bad: Tensor) -> PerSampleGradients:
         """The same gradients, exactly zero for the owners flagged in ``bad`` (whatever they held, NaN included)."""
         pieces = {name: piece.without(bad) for name, piece in self._pieces.items()}
-        return PerSampleGradients(pieces, self.owners, self._factor, self.valid)
+        return self._with(pieces)
 
 
 class _Tap(torch.autograd.Function):
@@ -274,9 +277,8 @@ class Tape(PrivateMeans):
         if rows.is_regular:
             captured = use.pieces(saved, cotangent, rows.views)
         else:
-            factor = rows.row_factor(cotangent).view(-1, *[1] * (cotangent.ndim - 1))
-            scaled = torch.where(factor == 0, 0.0, cotangent * factor)
-            captured = [(target, Dense(rows.sum_rows(piece.dense()))) for target, piece in use.pieces(saved, scaled, 1)]
+            by_row = use.pieces(saved, rows.scaled(cotangent), 1)
+            captured = [(target, Dense(rows.sum_rows(piece.dense()))) for target, piece in by_row]
         for target, piece in captured:
             name = self._names.get(id(target))
             if id(target) in self._ignored:
@@ -298,10 +300,8 @@ class Tape(PrivateMeans):
             if id(parameter) not in self._names:
                 raise RuntimeError(_LATECOMER)
             rows = self._rows_of(count, g.device)
-            if not rows.is_regular:
-                factor = rows.row_factor(g).view(-1, *[1] * (g.ndim - 1))
-                g = torch.where(factor == 0, 0.0, g * factor)
-            self._pieces.setdefault(self._names[id(parameter)], []).append(Dense(rows.sum_rows(g)))
+            per_owner = rows.sum_rows(g if rows.is_regular else rows.scaled(g))
+            self._pieces.setdefault(self._names[id(parameter)], []).append(Dense(per_owner))
 
     def _begin(self) -> None:
         if self.seen_forward not in (-1, self.batch):

@@ -155,7 +155,7 @@ class Judge:
             each = F.cross_entropy(model(session.x[index]), session.y[index], reduction="none")
             if session.units.grouped and len(rows):
                 one = RowMap.of(owner)
-                each = one.sum_rows(each * one.row_factor(each))
+                each = one.sum_rows(one.scaled(each))
             out.append(each)
         model.train(training)
         return torch.cat(out)
