@@ -16,6 +16,7 @@ from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import hidden, outward
 from erlangen.gradients.rules.conv import Conv
 from erlangen.gradients.rules.linear import tokens
+from erlangen.gradients.sums import over_views
 from erlangen.gradients.tape import Tape
 
 
@@ -151,6 +152,6 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
         return out
 
     def bias_pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
-        yield bias, Dense(cotangent.flatten(2).sum(2).unflatten(0, (-1, views)).sum(1))
+        yield bias, Dense(over_views(cotangent.flatten(2).sum(2), views))
 
     return tape.tap(out + bias.detach()[:, None, None], (), (bias,), bias_pieces)

@@ -38,6 +38,11 @@ def squared_norms(g: Tensor) -> Tensor:
     return runs if whole == entries else runs + torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=precise).square()
 
 
+def over_views(per_row: Tensor, views: int) -> Tensor:
+    """Σ over the views of each owner, whose rows follow each other: [rows, …] → [owners, …]"""
+    return per_row.unflatten(0, (-1, views)).sum(1) if views > 1 else per_row
+
+
 def skips_zero_weights(*tensors: Tensor) -> bool:
     """Whether `row_sum` takes the kernel that never reads a row of weight zero."""
     return usable(*tensors) and all(t.dtype != torch.float64 for t in tensors)

@@ -29,6 +29,7 @@ from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import weighed
 from erlangen.gradients.rules.unfolding import Unfolding, cheapest
+from erlangen.gradients.sums import over_views
 from erlangen.gradients.tape import Tape
 from erlangen.gradients.tracing import as_on_gpu
 
@@ -362,33 +363,36 @@ def tapped_convolution(
     if x.ndim != spatial + 2:
         raise ValueError(f"a {spatial}-d convolution got an input of shape {tuple(x.shape)}; keep the batch dimension")
     target = weight if parameter is None else parameter
-    kernel, fixed = weight.detach(), None if bias is None else bias.detach()
-    plane = geometry.stride, geometry.padding, geometry.dilation
-    by_windows = not geometry.transposed and few_channels(x, weight.shape, geometry.kernel, geometry.groups)
-    kept = x
-    if by_windows:  # an image of few channels: its windows are formed once and serve both directions
-        out, kept = windowed(x, kernel, fixed, *plane)
-    elif geometry.transposed:
-        out = _TRANSPOSED[spatial](
-            x, kernel, fixed, geometry.stride, geometry.padding, geometry.output_padding, geometry.groups,
-            geometry.dilation,
-        )  # fmt: skip
-    else:
-        out = (conv2d if spatial == 2 else PLAIN[spatial])(x, kernel, fixed, *plane, geometry.groups)
+    out, kept, of_kernel = computed(x, weight.detach(), None if bias is None else bias.detach(), geometry)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if target.requires_grad:
-            piece = (
-                Windows(saved[0], cotangent, views, kernel.shape)
-                if by_windows
-                else Conv(saved[0], cotangent, views, kernel.shape, geometry)
-            )
-            yield target, through(piece)
+            yield target, through(of_kernel(saved[0], cotangent, views))
         if bias is not None and bias.requires_grad:
-            per_row = cotangent.flatten(2).sum(2)
-            yield bias, Dense(per_row.unflatten(0, (-1, views)).sum(1) if views > 1 else per_row)
+            yield bias, Dense(over_views(cotangent.flatten(2).sum(2), views))
 
     return tape.tap(out, (kept,), (target, bias), pieces)
+
+
+#: gradients of a kernel from what was kept of a forward pass, a cotangent, and how many views an owner has
+OfKernel = Callable[[Tensor, Tensor, int], "Conv | Windows"]
+
+
+def computed(x: Tensor, kernel: Tensor, bias: Tensor | None, geometry: Geometry) -> tuple[Tensor, Tensor, OfKernel]:
+    """A convolution's output, what is kept of it for the way back, and the kernel's gradients from that."""
+    spatial, shape = len(geometry.kernel), kernel.shape
+    plane = geometry.stride, geometry.padding, geometry.dilation
+    if geometry.transposed:
+        out = _TRANSPOSED[spatial](
+            x, kernel, bias, geometry.stride, geometry.padding, geometry.output_padding, geometry.groups,
+            geometry.dilation,
+        )  # fmt: skip
+    elif few_channels(x, shape, geometry.kernel, geometry.groups):  # its windows are formed once and serve both directions
+        out, windows = windowed(x, kernel, bias, *plane)
+        return out, windows, lambda kept, d, views: Windows(kept, d, views, shape)
+    else:
+        out = (conv2d if spatial == 2 else PLAIN[spatial])(x, kernel, bias, *plane, geometry.groups)
+    return out, x, lambda kept, d, views: Conv(kept, d, views, shape, geometry)
 
 
 def explicit_padding(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

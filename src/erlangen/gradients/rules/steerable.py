@@ -33,13 +33,13 @@ from erlangen.gradients.joined import (
 )
 from erlangen.gradients.joined import apply as joined
 from erlangen.gradients.kernels import usable
-from erlangen.gradients.kernels.conv2d import compute_dtype, conv2d, few_channels, windowed
+from erlangen.gradients.kernels.conv2d import compute_dtype
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.pieces import Dense, Piece, Weight
 from erlangen.gradients.registry import rule
-from erlangen.gradients.rules.conv import Conv, Geometry, Windows
+from erlangen.gradients.rules.conv import Conv, Geometry, Windows, computed
 from erlangen.gradients.rules.norm import over_positions
-from erlangen.gradients.sums import row_sum, squared_norms
+from erlangen.gradients.sums import over_views, row_sum, squared_norms
 from erlangen.gradients.tape import Tape
 
 
@@ -135,25 +135,16 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
     x, geometry = conv_geometry(module, x)
     weight, bias = module.weight, module.bias
     kernel, shift, fused = _expanded(module, tape, x)
-    plane = geometry.stride, geometry.padding, geometry.dilation
-    by_windows = few_channels(x, kernel.shape, geometry.kernel, geometry.groups)
-    if by_windows:
-        out, kept = windowed(x, kernel, shift, *plane)
-    else:
-        out, kept = conv2d(x, kernel, shift, *plane, geometry.groups), x
+    out, kept, of_kernel = computed(x, kernel, shift, geometry)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight.requires_grad:
-            conv = (
-                Windows(saved[0], cotangent, views, kernel.shape)
-                if by_windows
-                else Conv(saved[0], cotangent, views, kernel.shape, geometry)
-            )
-            tokens = views * math.prod(cotangent.shape[2:])
-            direct = not by_windows and geometry.groups == 1 and module.expansion.contraction_is_cheaper(tokens)
+            conv = of_kernel(saved[0], cotangent, views)
+            plain = isinstance(conv, Conv) and geometry.groups == 1
+            direct = plain and module.expansion.contraction_is_cheaper(views * math.prod(cotangent.shape[2:]))
             yield weight, Steerable(conv, partial(_pull, module), fused, partial(_contract, module) if direct else None)
         if bias is not None and bias.requires_grad:
-            yield bias, Dense(module.bias_gradient(_owners(over_positions(cotangent).to(bias.dtype), views)))
+            yield bias, Dense(module.bias_gradient(over_views(over_positions(cotangent).to(bias.dtype), views)))
 
     return tape.tap(out, (kept,), (weight, bias), pieces)
 
@@ -246,9 +237,9 @@ def field_norm(module: EquivariantGroupNorm | FieldInstanceNorm, tape: Tape, x: 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight is not None and weight.requires_grad:
             along = over_positions(cotangent * module.normalise(saved[0], None, None))
-            yield weight, Dense(_owners(module.field_gradient(along), views))
+            yield weight, Dense(over_views(module.field_gradient(along), views))
         if bias is not None and bias.requires_grad:
-            yield bias, Dense(_owners(to_bias(over_positions(cotangent)), views))
+            yield bias, Dense(over_views(to_bias(over_positions(cotangent)), views))
 
     return tape.tap(out, (x,), (weight, bias), pieces)
 
@@ -261,11 +252,6 @@ def norm_nonlinearity(module: NormNonlinearity, tape: Tape, x: Tensor) -> Tensor
     fixed = bias.detach()
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
-        yield bias, Dense(_owners(module.bias_gradient(saved[0], cotangent, fixed), views))
+        yield bias, Dense(over_views(module.bias_gradient(saved[0], cotangent, fixed), views))
 
     return tape.tap(module.scaled(x, fixed), (x,), (bias,), pieces)
-
-
-def _owners(per_row: Tensor, views: int) -> Tensor:
-    """Sum over the views of each owner: [rows, …] → [owners, …]"""
-    return per_row.unflatten(0, (-1, views)).sum(1) if views > 1 else per_row
