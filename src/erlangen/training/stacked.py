@@ -157,7 +157,7 @@ class Stack:
         return self.skeleton(x)
 
     def _replace_layers(self) -> None:
-        from erlangen.training.stacked_layers import join_activations
+        from erlangen.training.stacked_norm import join_activations
         from erlangen.training.stacked_pool import replace_pools
 
         replace_pools(self.skeleton)
@@ -174,9 +174,10 @@ class Stack:
 def _builder(module: nn.Module) -> LayerBuilder:
     """The batched form of a layer, if there is one for exactly this type and these options."""
     from erlangen.circulant import CirculantLinear
-    from erlangen.training.stacked_circulant import StackedCirculantLinear
     from erlangen.training.stacked_conv import StackedConv
-    from erlangen.training.stacked_layers import StackedLinear, StackedNorm, is_plain_norm, kernel_of
+    from erlangen.training.stacked_kernels import kernel_of
+    from erlangen.training.stacked_linear import StackedCirculantLinear, StackedLinear
+    from erlangen.training.stacked_norm import StackedNorm, is_plain_norm
 
     if type(module) is nn.Linear:
         return StackedLinear

@@ -24,8 +24,7 @@ from erlangen.gradients.kernels import (
 )
 from erlangen.gradients.kernels.im2col import im2col
 from erlangen.training.stacked import StackedLayer
-from erlangen.training.stacked_circulant import CirculantKernel
-from erlangen.training.stacked_layers import PlainKernel, SteerableKernel, kernel_of, widened
+from erlangen.training.stacked_kernels import PlainKernel, kernel_of, widened
 from erlangen.training.stacked_positions import Blocks, Positions
 from erlangen.training.stacked_rows import Plane, Unformed
 
@@ -88,15 +87,14 @@ class StackedConv(StackedLayer):
         elif kept.way == POSITIONS:
             taps, channels = k.size[0] * k.size[1], kept.shape[1]
             a = kept.maps.view(*d.shape[:2], -1)[..., : taps * channels].unflatten(2, (taps, channels))
-            blocks = Blocks(k.block_size if isinstance(k, CirculantKernel) else 1)
-            self.record("weight", Positions(self.stack.models, a, d, blocks))
+            assert k.block_size is not None
+            self.record("weight", Positions(self.stack.models, a, d, Blocks(k.block_size)))
         elif kept.way == MAPS:
-            assert isinstance(self.kernel, (SteerableKernel, CirculantKernel))
-            self.kernel.pull_maps(self, kept.maps, cotangent)
+            k.pull_maps(self, kept.maps, cotangent)
         elif kept.way == DIRECT:
-            self.kernel.pull(self, self._formed(kept.maps, cotangent), kept.shape[1])
+            k.pull(self, self._formed(kept.maps, cotangent), kept.shape[1])
         else:
-            self.kernel.pull(self, torch.bmm(d.mT, kept.maps.view(*d.shape[:2], -1)), kept.shape[1])
+            k.pull(self, torch.bmm(d.mT, kept.maps.view(*d.shape[:2], -1)), kept.shape[1])
         return self._input_gradient(kept.shape, kept.matrix, cotangent) if wants_input else None
 
     def _formed(self, x: Tensor, d: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ class StackedConv(StackedLayer):
         k, channels = self.kernel, x.shape[1]
         size = [(n + 2 * k.padding - k.dilation * (s - 1) - 1) // k.stride + 1 for n, s in zip(x.shape[2:], k.size)]
         tokens = size[0] * size[1]
-        if tokens <= self.stack.positions and isinstance(k, (PlainKernel, CirculantKernel)):
+        if tokens <= self.stack.positions and k.block_size is not None:
             return POSITIONS
         many = x.shape[0] > MOST or max(x.numel(), x.shape[0] * outputs * tokens) >= 1 << 31
         if many or not usable(x) or x.dtype not in (torch.bfloat16, torch.float16):
@@ -125,9 +123,7 @@ class StackedConv(StackedLayer):
         few = self.stack.models <= FEW and isinstance(k, PlainKernel)
         if few and conv_unformed.cheaper(tokens, channels, outputs):
             return UNFORMED
-        if isinstance(k, SteerableKernel) and stacked_conv.worth_it(x, outputs) and k.joins(x, outputs):
-            return MAPS
-        if isinstance(k, CirculantKernel) and k.folds(x):
+        if k.joins(x, outputs):
             return MAPS
         direct = stacked_conv.worth_it(x, outputs) and conv_gradient.worth_it(tokens, channels, outputs)
         return DIRECT if direct else WINDOWS
