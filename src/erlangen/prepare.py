@@ -23,7 +23,8 @@ from erlangen.gradients.losses import check_loss, check_some_loss, refuse_by_typ
 from erlangen.gradients.memory import attributes_untouched, untouched
 from erlangen.gradients.problems import known_problems
 from erlangen.gradients.tape import Tape
-from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
+from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism
+from erlangen.mechanisms.base import reads_clipping
 from erlangen.private import PrivateTraining
 from erlangen.probe import Form, fitting, forms
 from erlangen.sampling import PoissonSampler, PrivateLoader, ShuffledBatches, Units, find_physical_batch
@@ -95,7 +96,7 @@ def prepare(
             not_checked("its parameters are sharded; check it before fully_shard", stacklevel=4)
     if check and not apart:
         refuse_mixing(data_loader, units.grouped)
-        counted = tape.private_sizes and type(built).recorder is Mechanism.recorder  # others see to what comes back themselves
+        counted = tape.private_sizes and built.clips_samples  # others see to what comes back themselves
         _check(module, data_loader, tried, criterion, loss_reduction, batch_first, counted)
         if limit is not None and limit < len(dataset):
             _check_parts(tried)
@@ -132,7 +133,7 @@ def _units(dataset: Any, unit: Any) -> Units:
 
 
 def _rule(mechanism: str, clipping: Any, bound: Any, options: Mapping[str, Any]) -> Any:
-    if bound is None and not getattr(mechanisms().get(mechanism), "clips", True):
+    if bound is None and not reads_clipping(mechanism):
         bound = 1.0  # asked of every clipping rule, read by none here
     return make_clipping(clipping.replace("_", "-") if isinstance(clipping, str) else clipping, bound, **options)
 

@@ -203,6 +203,11 @@ def mechanisms() -> dict[str, Builder]:
     return dict(_MECHANISMS)
 
 
+def reads_clipping(mechanism: str) -> bool:
+    """Whether a mechanism of this name clips by its rule. A builder that does not says so: ``build.clips = False``."""
+    return getattr(mechanisms().get(mechanism), "clips", True)
+
+
 def make_mechanism(mechanism: str, context: Context) -> Mechanism:
     known = mechanisms()
     if mechanism not in known:

@@ -12,6 +12,7 @@ from erlangen.gradients.attach import remark_on_swallowed
 from erlangen.gradients.fewer import check_parts
 from erlangen.gradients.independence import check_independence
 from erlangen.mechanisms import Context, Mechanism, SecureNoise, StreamNoise, make_clipping, make_mechanism, mechanisms
+from erlangen.mechanisms.base import reads_clipping
 from erlangen.mechanisms.clipping import clipping_rules
 from erlangen.models import make_model, models
 from erlangen.prepare import refuse_module
@@ -73,7 +74,7 @@ def mechanism_for(config: TrainConfig, model: nn.Module, shape: tuple[int, ...],
     refuse_module(model)
     remark_on_swallowed(model)
     made_up = (torch.randn(3, *shape, device=next(model.parameters()).device),)
-    clips = getattr(mechanisms().get(config.mechanism), "clips", True)  # what does not sees to what comes back itself
+    clips = reads_clipping(config.mechanism)  # what does not sees to what comes back itself
     with torch.no_grad():
         check_independence(model, made_up, reduction="sum" if clips else None)
         if in_parts:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,13 +26,12 @@ from erlangen.accounting import Accountant, noise_multiplier
 from erlangen.data import Dataset, load
 from erlangen.gradients.independence import check_independence
 from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, make_mechanism
-from erlangen.models import make_model
 from erlangen.prepare import refuse_module
 from erlangen.sampling import PoissonSampler
 from erlangen.streams import Once, Stream, seed_layers
+from erlangen.training.built import network, share_of_rate
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.device import pick_device
-from erlangen.training.folder import refuse_own_weights
 from erlangen.training.metrics import scores
 from erlangen.training.padding import PaddedBatches, PoissonProcess, physical_size
 from erlangen.training.stacked import Stack
@@ -86,7 +84,7 @@ class Ensemble:
             len(self.dataset), self.config.batch
         )  # says what a draw costs; see `PoissonProcess`
         self._load_data()
-        models = [self._model(c, r) for c, r in zip(self.configs, self.run_ids, strict=True)]
+        models = [network(c, self.dataset, r).to(self.device) for c, r in zip(self.configs, self.run_ids, strict=True)]
         self.rows = physical_size(len(self.dataset), self.config.batch, len(configs)) if rows is None else rows
         self.stack = Stack(models, self.rows, precision, positions)
         self._private(models[0])
@@ -101,13 +99,6 @@ class Ensemble:
     def _load_data(self) -> None:
         put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(self.device)  # noqa: E731
         self.x, self.y = put(self.dataset.x_train), put(self.dataset.y_train)
-
-    def _model(self, config: TrainConfig, run_id: str) -> nn.Module:
-        refuse_own_weights(config, self.dataset)
-        with torch.random.fork_rng(devices=[]):
-            seed_layers(Stream("init", config.seed, run_id).at(0).initial_seed())
-            model = make_model(config.model, self.dataset.input_shape, self.dataset.classes, config.weights, **config.model_options)
-        return model.to(self.device)
 
     def _sampler(self, config: TrainConfig, run_id: str) -> Draw:
         return PoissonProcess(len(self.dataset), config.batch, Stream("sampling", config.seed, run_id)).draw
@@ -149,9 +140,8 @@ class Ensemble:
         self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)
         self.table = torch.zeros(0, dtype=torch.int32, device=self.device)
         self.step_count = 0
-        steps = torch.arange(self.config.steps + 1, dtype=torch.float64) / self.config.steps
-        factor = 0.5 * (1 + torch.cos(math.pi * steps)) if self.config.schedule == "cosine" else torch.ones_like(steps)
-        self.factor = factor.to(flat)
+        shares = [share_of_rate(self.config, step) for step in range(self.config.steps + 1)]
+        self.factor = torch.tensor(shares, dtype=torch.float64).to(flat)
         # one stream for the noise of all members, named by all that they are: no other ensemble draws from it
         members = "|".join(f"{c.to_json()}{r}" for c, r in zip(self.configs, self.run_ids, strict=True))
         self.seeded = all(c.seed is not None for c in self.configs)
