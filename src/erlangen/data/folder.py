@@ -17,7 +17,7 @@ import numpy as np
 from erlangen.data.base import Dataset
 from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_under, is_hidden, named, read, reasons
 from erlangen.data.options import DataOptions
-from erlangen.data.owners import in_both, owners, remark_on_ids
+from erlangen.data.owners import owners, refuse_in_both, remark_on_ids
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 from erlangen.terminal import alone
@@ -265,7 +265,7 @@ def _format(parts: list[_Part], options: DataOptions) -> Preprocessing:
 def _refuse_shared_owners(
     train: np.ndarray, test: _Part | None, unit: str, options: DataOptions, notes: list[str]
 ) -> None:
-    """The test set is public: whoever has images there has no privacy to protect in training."""
+    """Nobody may be in both parts; of whom a test image is that names nobody cannot be known."""
     if test is None:
         return
     ids = owners(test.files, test.root, unit, options, strict=False)
@@ -275,13 +275,7 @@ def _refuse_shared_owners(
             f"{len(without)} of {len(ids)} test images have no {unit} by which to see whether they are of somebody in train "
             f"({named(without, test.root)}): whoever is in both is not protected"
         )
-    shared = in_both(train.tolist(), ids)
-    if shared:
-        raise DataError(
-            f"{len(shared)} {unit}(s) have images in train and in {test.root.name} ({', '.join(shared[:3])}): the "
-            "test set is public and its accuracy is printed, so their images there are not protected. Keep each "
-            f"{unit} in one part."
-        )
+    refuse_in_both(train.tolist(), ids, unit, "train", test.root.name)
 
 
 def _say(parts: list[_Part], prep: Preprocessing, notes: list[str]) -> None:

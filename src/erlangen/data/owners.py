@@ -72,6 +72,18 @@ def in_both(private: Iterable[object], public: Iterable[object | None]) -> list[
     return sorted({str(owner) for owner in public if owner is not None and folded(owner) in known})
 
 
+def refuse_in_both(
+    train: Iterable[object], test: Iterable[object | None], unit: str, private: str, public: str, where: str = ""
+) -> None:
+    """The test set (the part called ``public``) is public: whoever has images there has no privacy to protect in training."""
+    shared = in_both(train, test)
+    if shared:
+        raise DataError(
+            f"{where}{len(shared)} {unit}(s) have images in {private} and in {public} ({', '.join(shared[:3])}): the test set is "
+            f"public and its accuracy is printed, so their images there are not protected. Keep each {unit} in one part."
+        )
+
+
 def _hint(unit: str, options: DataOptions) -> str:
     """What the table calls its files, so that both ways of writing can be seen together."""
     if options.unit_csv is None:
