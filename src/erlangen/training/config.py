@@ -74,6 +74,13 @@ class TrainConfig:
     non_private: bool = False
 
     def __post_init__(self) -> None:
+        self._require_types()
+        self._require_values()
+        self._refuse_contradictions()
+        if self.shard:
+            self._refuse_with_shard()
+
+    def _require_types(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
             allowed = (dict,) if get_origin(kind) is dict else get_args(kind) or (kind,)
@@ -83,6 +90,8 @@ class TrainConfig:
                 words = {bool: "true or false", dict: "an object {…}"}
                 names = " or ".join(words.get(k, k.__name__) for k in allowed if k is not type(None))
                 raise ConfigError(f"{name} is {value!r}; it must be {names}")
+
+    def _require_values(self) -> None:
         for name, ok, cure in (
             ("max_grad_norm", self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm), "give C > 0"),
             ("epsilon", self.epsilon is None or 0 < self.epsilon < math.inf, "give a finite ε > 0, or σ: noise_multiplier"),
@@ -115,6 +124,9 @@ class TrainConfig:
                 require_name(self.unit)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+
+    def _refuse_contradictions(self) -> None:
+        """Options that exclude each other, or do nothing together."""
         if self.secure and self.seed is not None:
             raise ConfigError("secure and seed exclude each other: seeded noise can be drawn again by anyone")
         if self.noise_multiplier is not None and self.epsilon is not None:
@@ -130,8 +142,6 @@ class TrainConfig:
                 f"clipping is {self.clipping!r} with {self.clipping_options}, but mechanism 'clipless' clips nothing; leave "
                 "clipping and clipping_options out, or choose another mechanism"
             )
-        if self.shard:
-            self._refuse_with_shard()
 
     def _refuse_with_shard(self) -> None:
         """What is not proved, or asks for more than its own part of the network, with sharded parameters."""
