@@ -65,14 +65,7 @@ class Session:
             if self.workers.first:  # `distributed.follow` makes the others' sessions of this
                 self.workers.decide(lambda: {"config": json.loads(config.to_json()), "run": run_id})
             self.workers.require_same({"data": dataset.fingerprint()})
-        if config.unit is not None and dataset.unit is None:
-            raise ConfigError(
-                f"unit is {config.unit!r}, but the data set {dataset.name!r} does not say whose each record is: each would be "
-                f"protected by itself, and the certificate would promise it to every {config.unit}. Hand over a data set with "
-                "units (from_torch(…, unit=…)), or leave unit out"
-            )
-        if dataset.unit is not None and config.unit is None:  # records that are averaged before they are clipped: one of them
-            config = replace(config, unit=NAMELESS)  # can move its group's gradient by two bounds, and only the group's is C
+        config = _protecting_units_of(dataset, config)
         self.units = Units(len(dataset), dataset.unit, config.unit or "record")
         self.config = config = config.settled(self.units.count)
         #: made before the first step (the normalisation, if it was asked for); the ledger must have them first
@@ -370,3 +363,16 @@ class Session:
         self.sampler.load_state_dict(state["sampler"])
         for name, part in self._companions().items():
             part.load_state_dict(state[name])
+
+
+def _protecting_units_of(dataset: Dataset, config: TrainConfig) -> TrainConfig:
+    """The configuration with a name for the units that the data have; one that names units that they have not is refused."""
+    if config.unit is not None and dataset.unit is None:
+        raise ConfigError(
+            f"unit is {config.unit!r}, but the data set {dataset.name!r} does not say whose each record is: each would be "
+            f"protected by itself, and the certificate would promise it to every {config.unit}. Hand over a data set with "
+            "units (from_torch(…, unit=…)), or leave unit out"
+        )
+    if dataset.unit is not None and config.unit is None:  # records that are averaged before they are clipped: one of them
+        return replace(config, unit=NAMELESS)  # can move its group's gradient by two bounds, and only the group's is C
+    return config
