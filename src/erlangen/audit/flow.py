@@ -111,25 +111,14 @@ def _distance(a: Trace, b: Trace, release: int) -> float:
     return math.sqrt(total)
 
 
-def adversarial(shapes: Mapping[str, torch.Size], bound: float, seed: int = 0) -> Iterator[Pair]:
+def adversarial(shapes: Mapping[str, torch.Size], bound: float) -> Iterator[Pair]:
     """Canaries of every size that floating point knows, alone and in company, in single, double and brain precision."""
     d = sum(s.numel() for s in shapes.values())
-    some = list(directions(shapes, seed))
+    some = list(directions(shapes))
     just_above = float(torch.nextafter(torch.tensor(bound), torch.tensor(math.inf)))
-    sizes = (
-        1e-42,
-        1e-30,
-        1e-12,
-        1e-3 * bound,
-        0.999999 * bound,
-        bound,
-        just_above,
-        1.5 * bound,
-        1e4 * bound,
-        1e18,
-        1e30,
-    )
-    crowd = 0.3 * bound * torch.randn(5, d, generator=torch.Generator().manual_seed(seed + 1)) / math.sqrt(d)
+    near = (1e-3 * bound, 0.999999 * bound, bound, just_above, 1.5 * bound, 1e4 * bound)
+    sizes = (1e-42, 1e-30, 1e-12, *near, 1e18, 1e30)
+    crowd = 0.3 * bound * torch.randn(5, d, generator=torch.Generator().manual_seed(1)) / math.sqrt(d)
     nobody = crowd[:0]
 
     def pair(name: str, canary: Tensor, others: Tensor, dtype: torch.dtype = torch.float32) -> Pair:

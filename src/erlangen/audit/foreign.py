@@ -22,23 +22,16 @@ SHAPES: Mapping[str, torch.Size] = {"weight": torch.Size([3, 2]), "bias": torch.
 class OpacusOptimizer:
     """One step of `opacus.optimizers.DPOptimizer` as a release: per-sample gradients in, ``p.grad`` out."""
 
-    def __init__(
-        self,
-        sigma: float,
-        bound: float,
-        shapes: Mapping[str, torch.Size] = SHAPES,
-        expected_batch: int = 4,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, sigma: float, bound: float, seed: int = 0) -> None:
         try:
             from opacus.optimizers import DPOptimizer
         except ImportError as error:
             raise ImportError("auditing Opacus needs it installed: pip install opacus") from error
         self.sigma = sigma
-        self.parameters = {n: nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
+        self.parameters = {n: nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
         self.optimizer = DPOptimizer(
             torch.optim.SGD(self.parameters.values(), lr=0.0), noise_multiplier=sigma, max_grad_norm=bound,
-            expected_batch_size=expected_batch, generator=torch.Generator().manual_seed(seed),
+            expected_batch_size=4, generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
 
     def release(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

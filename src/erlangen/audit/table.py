@@ -151,12 +151,12 @@ def _unlisted() -> Iterator[Entry]:
             yield Entry("other", name, name, {}, {"claim_epsilon": 4.0})
 
 
-def audit_opacus(sigma: float | None = None, trials: int = 6000) -> list[Finding]:
+def audit_opacus(trials: int = 6000) -> list[Finding]:
     """Opacus's optimizer with finite gradients, and with every gradient that floating point knows."""
     from erlangen.audit.foreign import opacus_subject
     from erlangen.audit.neighbours import portfolio
 
-    sigma = accounting.noise_multiplier(4.0, 1e-5, 1.0, 1) if sigma is None else sigma
+    sigma = accounting.noise_multiplier(4.0, 1e-5, 1.0, 1)
     subject = opacus_subject(sigma)
     exact = accounting.epsilon(accounting.gaussian(sigma), 1e-5)
     pairs = portfolio(subject.shapes)

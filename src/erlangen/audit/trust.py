@@ -56,15 +56,15 @@ def monte_carlo_rate(count: int, repetitions: int) -> dict[str, Any]:
     return _rate("Monte Carlo, ISO at exactly its claim", 1 - STATED, count, repetitions)
 
 
-def false_alarms_of_randomness(repetitions: int = 200, confidence: float = STATED) -> list[dict[str, Any]]:
-    """How often the library's own noise and Poisson sampler fail their tests at a stated ``confidence``."""
+def false_alarms_of_randomness(repetitions: int = 200) -> list[dict[str, Any]]:
+    """How often the library's own noise and Poisson sampler fail their tests at the stated confidence."""
     noise, sampler = 0, 0
     for k in range(repetitions):
-        noise += _rejected(audit_noise("noise", partial(_stream, k), 1000), confidence)
-        sampler += _rejected(audit_sampler("sampler", partial(_poisson, k), steps=1000), confidence)
+        noise += _rejected(audit_noise("noise", partial(_stream, k), 1000))
+        sampler += _rejected(audit_sampler("sampler", partial(_poisson, k), steps=1000))
     return [
-        _rate("noise of streams", 1 - confidence, noise, repetitions),
-        _rate("Poisson sampler", 1 - confidence, sampler, repetitions),
+        _rate("noise of streams", 1 - STATED, noise, repetitions),
+        _rate("Poisson sampler", 1 - STATED, sampler, repetitions),
     ]
 
 
@@ -76,8 +76,8 @@ def _poisson(k: int, units: int, batch: float, seed: int | None, run: str) -> Po
     return PoissonSampler(units, batch, seed, f"{k} {run}")
 
 
-def _rejected(found: Finding, confidence: float) -> bool:
-    return found.p_value is not None and found.p_value <= 1 - confidence
+def _rejected(found: Finding) -> bool:
+    return found.p_value is not None and found.p_value <= 1 - STATED
 
 
 def _rate(audit: str, stated: float, alarms: int, repetitions: int) -> dict[str, Any]:

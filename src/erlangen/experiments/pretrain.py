@@ -105,9 +105,9 @@ def begin_as_identities(network: torch.nn.Module) -> torch.nn.Module:
     return network
 
 
-def factor(step: int, steps: int, warm_up: float = 0.05) -> float:
+def factor(step: int, steps: int) -> float:
     """Of the learning rate: up in a line during the first twentieth, then down along a cosine."""
-    return min(1.0, (step + 1) / (warm_up * steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / (0.05 * steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def main() -> None:

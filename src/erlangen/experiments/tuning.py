@@ -135,9 +135,9 @@ def number_of_trials(mean: float, seed: int) -> int:
     return 1 + math.floor(math.log(1 - u) / math.log(1 - 1 / mean))
 
 
-def search_event(step: DpEvent, steps: int, trials: float, score_noise: float = SCORE_NOISE) -> DpEvent:
+def search_event(step: DpEvent, steps: int, trials: float) -> DpEvent:
     """The whole search: the best of a geometric number of (training, noisy score)."""
-    one = sequence([composed(step, steps), gaussian(score_noise)])
+    one = sequence([composed(step, steps), gaussian(SCORE_NOISE)])
     return one if trials <= 1 else repeat_and_select(one, trials, 1.0)
 
 

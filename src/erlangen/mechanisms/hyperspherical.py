@@ -25,15 +25,12 @@ LARGE_BLOCK = 1 << 23
 SMALL, TINY = 0.05, 0.015
 
 
-def to_spherical(g: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[..., d] → (‖g‖ [...], φ [..., d−1]), d ≥ 2, in g's precision; the sum of squares runs in float64.
-
-    ``scale`` [...] is any number near ‖g‖ that is already known; without it the largest entry is looked for.
-    """
+def to_spherical(g: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., d] → (‖g‖ [...], φ [..., d−1]), d ≥ 2, in g's precision; the sum of squares runs in float64."""
     if g.shape[-1] < 2:
         raise ValueError(f"a vector of {g.shape[-1]} entries has no direction in angles; hyperspherical needs d ≥ 2")
     g = g.to(torch.promote_types(g.dtype, torch.float32))
-    scale = (g.abs().amax(-1) if scale is None else scale.to(g))[..., None]
+    scale = g.abs().amax(-1)[..., None]
     x = g / torch.where(scale > 0, scale, 1.0)
     squares = x.square().flip(-1).double().cumsum_(-1).flip(-1)  # R_z²
     radius = squares[..., 0].sqrt() * scale[..., 0].double()

@@ -46,11 +46,11 @@ def confusion(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.bincount(labels * classes + probabilities.argmax(1), minlength=classes**2).reshape(classes, classes)
 
 
-def wilson(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(right: int, total: int) -> tuple[float, float]:
     """95 % interval of a share (Wilson)."""
     if total == 0:
         return 0.0, 1.0
-    p = right / total
+    p, z = right / total, 1.959964
     centre = (p + z * z / (2 * total)) / (1 + z * z / total)
     half = z * np.sqrt(p * (1 - p) / total + z * z / (4 * total**2)) / (1 + z * z / total)
     return float(centre - half), float(centre + half)

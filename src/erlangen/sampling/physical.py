@@ -73,12 +73,9 @@ def bytes_per_row(module: nn.Module, tape: Tape, inputs: tuple[Tensor, ...]) -> 
         tape.clear()
 
 
-def find_physical_batch(
-    module: nn.Module, tape: Tape, inputs: tuple[Tensor, ...], share: float = 0.4, budget: int | None = None
-) -> int:
-    """The largest power of two of rows whose step fits in ``share`` of the free memory (or in ``budget`` bytes)."""
-    room = int(available_bytes(inputs[0].device) * share) if budget is None else budget
-    return _within(room, bytes_per_row(module, tape, inputs))
+def find_physical_batch(module: nn.Module, tape: Tape, inputs: tuple[Tensor, ...]) -> int:
+    """The largest power of two of rows whose step fits in two fifths of the free memory."""
+    return _within(int(available_bytes(inputs[0].device) * SHARE), bytes_per_row(module, tape, inputs))
 
 
 def fitting_rows(module: nn.Module, shape: tuple[int, ...], device: torch.device) -> int:

@@ -12,14 +12,19 @@ from torch import Tensor, nn
 from erlangen.deploy.averaged import rows_at_once
 
 
-@torch.no_grad()
-def evaluate(module: nn.Module, x: Tensor, y: Tensor, classes: int, batch: int = 1024) -> dict[str, float]:
+def evaluate(module: nn.Module, x: Tensor, y: Tensor, classes: int) -> dict[str, float]:
     """The `scores` of a module in evaluation mode."""
+    return scores(answers(module, x), y, classes)
+
+
+@torch.no_grad()
+def answers(module: nn.Module, x: Tensor) -> Tensor:
+    """The logits of a module in evaluation mode, in float32."""
     was_training = module.training
     module.eval()
-    logits = torch.cat([module(part).float() for part in x.split(rows_at_once(module, batch))])
+    logits = torch.cat([module(part).float() for part in x.split(rows_at_once(module, 1024))])
     module.train(was_training)
-    return scores(logits, y, classes)
+    return logits
 
 
 def scores(logits: Tensor, y: Tensor, classes: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from erlangen.atomic import write_atomically
-from erlangen.deploy.averaged import rows_at_once
+from erlangen.training.metrics import answers
 
 FILE = "public.safetensors"
 #: images kept: one of each class first, then the mistakes of which the network was most sure
@@ -58,15 +58,10 @@ class PublicPredictions:
         return found
 
 
-@torch.no_grad()
-def predictions(model: nn.Module, x: Tensor, y: Tensor, shown: int = SHOWN, batch: int = 1024) -> PublicPredictions:
+def predictions(model: nn.Module, x: Tensor, y: Tensor) -> PublicPredictions:
     """Of ``model`` in evaluation mode on public images ``x`` with labels ``y``."""
-    was_training = model.training
-    model.eval()
-    logits = torch.cat([model(part).float() for part in x.split(rows_at_once(model, batch))]).cpu()
-    model.train(was_training)
-    labels = y.cpu()
-    places = examples(logits, labels, shown)
+    logits, labels = answers(model, x).cpu(), y.cpu()
+    places = examples(logits, labels, SHOWN)
     return PublicPredictions(logits, labels, x[places.to(x.device)].float().cpu(), places)
 
 

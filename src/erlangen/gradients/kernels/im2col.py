@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON
+from erlangen.gradients.kernels import HAS_TRITON, power_of_two
 
 Pair = tuple[int, int]
 
@@ -51,7 +51,7 @@ def im2col(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
     rows, channels, height, width = x.shape
     entries, pixels = padded_width(channels, kernel), rows * size[0] * size[1]
     out = torch.empty(rows, size[0] * size[1], entries, device=x.device, dtype=x.dtype)
-    block = max(16, 1 << (entries - 1).bit_length())
+    block = max(16, power_of_two(entries))
     tile = max(1, 2048 // block)
     _im2col[(-(-pixels // tile),)](
         x.contiguous(memory_format=torch.channels_last), out, pixels, height, width, *size, channels, *kernel, *stride,
