@@ -173,11 +173,9 @@ class PrivacyEngine:
             raise ValueError(f"epochs is {epochs!r}; give a whole number, at least one")
         if "noise_multiplier" in options:
             raise ValueError("noise_multiplier and target_epsilon exclude each other: leave the noise multiplier out")
-        result = self.make_private(
-            module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=1.0, **options
-        ) if isinstance(options.get("mechanism", "iso"), str) else self.make_private(
-            module=module, optimizer=optimizer, data_loader=data_loader, **options
-        )  # fmt: skip
+        if isinstance(options.get("mechanism", "iso"), str):  # a `Mechanism` has a σ, until it is calibrated
+            options["noise_multiplier"] = 1.0
+        result = self.make_private(module=module, optimizer=optimizer, data_loader=data_loader, **options)
         assert self.training is not None
         try:
             steps = epochs * self.training.sampler.steps_per_epoch
