@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from erlangen.gradients.joined import chains
 from erlangen.gradients.kernels import stacked_norm as kernel
 from erlangen.gradients.kernels import usable
-from erlangen.gradients.kernels.norm_act import _TWINS as TWINS
-from erlangen.gradients.kernels.norm_act import NormAct
+from erlangen.gradients.kernels.norm_act import TWINS, NormAct
 from erlangen.training.stacked import StackedLayer
 from erlangen.training.stacked_pool import as_it_is
 

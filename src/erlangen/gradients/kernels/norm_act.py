@@ -17,7 +17,7 @@ from torch import Tensor
 from erlangen.gradients.kernels import HAS_TRITON, INTERPRETED, ROWS, power_of_two, whole
 
 ACTIVATIONS = {"identity": 0, "mish": 1, "relu": 2, "silu": 3}
-_TWINS = {"identity": lambda x: x, "mish": F.mish, "relu": F.relu, "silu": F.silu}
+TWINS = {"identity": lambda x: x, "mish": F.mish, "relu": F.relu, "silu": F.silu}
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class NormAct:
 def reference(y: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct) -> Tensor:
     """What the kernels compute. y: [n, C, H, W]; γ and β: [C], or [n, C] for one per row."""
     n, channels = y.shape[:2]
-    x = F.group_norm(_TWINS[spec.pre](y), spec.groups, eps=spec.eps)
+    x = F.group_norm(TWINS[spec.pre](y), spec.groups, eps=spec.eps)
     scale, shift = (p.expand(n, channels).reshape(n, channels, 1, 1) for p in (gamma, beta))
-    z = _TWINS[spec.post](x * scale + shift)
+    z = TWINS[spec.post](x * scale + shift)
     return F.max_pool2d(z, 2) if spec.pool else z
 
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.gradients.kernels import HAS_TRITON, power_of_two
-from erlangen.gradients.kernels.norm_act import _TUNED, _TWINS, ACTIVATIONS, NormAct
+from erlangen.gradients.kernels.norm_act import _TUNED, ACTIVATIONS, TWINS, NormAct
 
 
 def reference(y: Tensor, gamma: Tensor, beta: Tensor, spec: NormAct) -> Tensor:
     """y [E·P, C, H, W]; γ and β [E, C]."""
     rows = len(y) // len(gamma)
-    x = F.group_norm(_TWINS[spec.pre](y), spec.groups, eps=spec.eps)
+    x = F.group_norm(TWINS[spec.pre](y), spec.groups, eps=spec.eps)
     scale, shift = (p.repeat_interleave(rows, 0)[..., None, None] for p in (gamma, beta))
     return x * scale + shift
 
