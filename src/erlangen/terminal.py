@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+#: in `bars`: how many are done, of how many
+COUNT = "count"
 
 
 class Shown(Protocol):
@@ -12,6 +19,18 @@ class Shown(Protocol):
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
+
+
+def bars(label: str, *between: str | ProgressColumn, quiet: bool = False, transient: bool = False) -> Progress:
+    """Bars on stderr, one for each task: a label, the bar, what is ``between`` (texts, `COUNT` or columns), and the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    def column(what: str | ProgressColumn) -> ProgressColumn:
+        return MofNCompleteColumn() if what == COUNT else TextColumn(what) if isinstance(what, str) else what
+
+    columns = (TextColumn(label), BarColumn(), *map(column, between), TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), disable=quiet, transient=transient)
 
 
 #: what a command shows while the library works

@@ -77,7 +77,7 @@ def mechanism(
         options["beta"] = beta
     if bound is None:
         bound = 0.1 if name == "geodp" and as_published else 1.0
-    with _bar(f"auditing {name}", as_json) as tick:
+    with bar(f"auditing {name}", as_json) as tick:
         if name == "opacus" or ":" in name:
             found = _foreign(name, sigma, claim_epsilon, delta, bound, trials, seed, confidence, tick)
         else:
@@ -133,7 +133,7 @@ def run(
             "statistic of that training, which no ledger counts: keep it to yourself",
             file=sys.stderr,
         )
-    with _bar("replaying the run", as_json) as tick:
+    with bar("replaying the run", as_json) as tick:
         if ":" in subject and not Path(subject).exists():
             if claim_epsilon is None:
                 raise typer.BadParameter("your own training function needs its claim: --claim-epsilon")
@@ -158,7 +158,7 @@ def static(
     from erlangen.audit.static import static_audit
     from erlangen.audit.verdict import overall
 
-    with _bar("static audit", as_json) as tick:
+    with bar("static audit", as_json) as tick:
         show = lambda name: tick(0, 1, name)  # noqa: E731
         findings = static_audit(show) if only is None else audit_registered(only, show)
     verdict = overall(findings)
@@ -182,7 +182,7 @@ def everything(
         raise typer.BadParameter(f"scale is {scale}; give a fraction of the default number of trials, e.g. 0.1")
     if jobs < 1:
         raise typer.BadParameter(f"jobs is {jobs}; give the number of processes, at least 1")
-    with _bar("auditing everything", as_json) as tick:
+    with bar("auditing everything", as_json) as tick:
         results = audit_everything(scale, seed, lambda what, done, total: tick(done, total, what), jobs, keep)
     text, result = page(results), results.to_json()
     if out is not None:
@@ -234,13 +234,11 @@ def _words(f: Finding) -> str:
 
 
 @contextmanager
-def _bar(what: str, quiet: bool) -> Iterator[Any]:
+def bar(what: str, quiet: bool) -> Iterator[Any]:
     """A progress bar on stderr: ``tick(done, total, note)``."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from erlangen.terminal import bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, disable=quiet and not sys.stderr.isatty(), transient=True) as progress:
+    quiet = quiet and not sys.stderr.isatty()
+    with bars("{task.description}", "{task.fields[note]}", quiet=quiet, transient=True) as progress:
         task = progress.add_task(what, total=None, note="")
         yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)

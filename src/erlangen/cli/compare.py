@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,11 +139,9 @@ def _models(given: list[str], base: str, mechanisms: list[str]) -> dict[str, str
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from erlangen.terminal import COUNT, bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
+    with bars("{task.description}", COUNT, quiet=quiet) as progress:
         tasks: dict[str, Any] = {}
 
         def watch(what: str, done: int, total: int) -> None:

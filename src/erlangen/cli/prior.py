@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -91,15 +90,11 @@ def with_bar(network, input_shape, options, device: str, quiet: bool) -> dict[st
     """Learn, and show how far it is; the loss at the end, and that of guessing."""
     import math
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from erlangen import terminal
     from erlangen.prior.learn import learn_prior
+    from erlangen.terminal import COUNT, alone, bars
 
-    columns = (TextColumn("learning from made-up images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     losses: list[Any] = []
-    with terminal.alone(), Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as progress:
+    with alone(), bars("learning from made-up images", COUNT, quiet=quiet) as progress:
         task = progress.add_task("", total=options.steps)
 
         def told(step: int, loss) -> None:  # type: ignore[no-untyped-def]

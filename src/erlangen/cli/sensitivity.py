@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from erlangen.cli.audit import EXIT, JSON, SEED, _bar
+from erlangen.cli.audit import EXIT, JSON, SEED, bar
 from erlangen.cli.audit import app as audit
 
 
@@ -37,7 +37,7 @@ def sensitivity(
     if workers < 1:
         raise typer.BadParameter(f"workers is {workers}; give at least one process")
     names = None if networks is None else [n.strip() for n in networks.split(",") if n.strip()]
-    with _bar("searching for a gradient above its bound", as_json) as tick:
+    with bar("searching for a gradient above its bound", as_json) as tick:
         try:
             result = audit_sensitivity(full, train_steps, names, seed, tick, workers=workers)
         except ValueError as error:

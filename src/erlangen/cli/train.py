@@ -220,20 +220,10 @@ class Spent:
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Watch]:
     """A bar that stays once a step was made; before that, an error finds the screen empty."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from erlangen import terminal
 
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
-    console = Console(file=sys.stderr)
-    progress = Progress(*columns, console=console, disable=quiet)
+    progress = terminal.bars("training", terminal.COUNT, "{task.fields[note]}", quiet=quiet)
+    console = progress.console
     waiting = None if quiet or not console.is_terminal else console.status("reading the data, calibrating the noise")
     task = progress.add_task("", total=None, note="")
     first: list[tuple[float, int]] = []

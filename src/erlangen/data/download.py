@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import sys
 import tarfile
 import time
 import urllib.error
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erlangen.data.preprocessing import DataError
-from erlangen.terminal import alone
+from erlangen.terminal import alone, bars
 
 try:
     import fcntl
@@ -198,10 +197,8 @@ def _alone(path: Path) -> Iterator[None]:
 @contextmanager
 def progress(name: str) -> Iterator[Told]:
     """A bar on stderr: what has come, how fast, how long still."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with alone(), Progress(*columns, console=Console(file=sys.stderr)) as bar:
+    with alone(), bars(name, DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
