@@ -28,6 +28,7 @@ from .certificate_text import certified
 from .epsilon import NEIGHBOURING
 from .events import MAX_COUNT, EventError
 from .ledger import LedgerError, Release, copy_path, passed_through, read_ledger
+from .words import in_json
 
 MAX_RELEASE_KINDS = 2000
 _PUBLIC_NUMBERS = (PUBLIC_NUMBERS, "the number of records is treated as public")  # and what earlier certificates say
@@ -122,7 +123,7 @@ def examine(
     beyond = validated(Path(path), document, _releases(document["releases"])[0], single_copy)
     unnamed = UNNAMED if compared is None and (Path(path).parent / "weights.safetensors").exists() else None
     remarks = (None if found else ALONE, unnamed, None if beyond is None else beyond.words)
-    both = None if beyond is None else beyond.epsilon if math.isfinite(beyond.epsilon) else "inf"
+    both = None if beyond is None else in_json(beyond.epsilon)
     facts = {**certified(document, found is not None, compared), "epsilon_with_validation": both}
     return replace(verdict, remarks=tuple(filter(None, remarks)), certified=facts, validation=beyond)
 

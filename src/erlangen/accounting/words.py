@@ -1,4 +1,4 @@
-"""Promises in few digits: rounded up, so that what holds is never more than what is said."""
+"""Promises as they are written: in few digits, rounded up, so that what holds is never more than what is said."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def upper(value: float, digits: int, form: str = "g") -> str:
 def lower(value: float, digits: int, form: str = "g") -> str:
     """The greatest number of this many digits that is not above ``value``: for what was shown *at least*."""
     return _rounded(value, digits, form, ROUND_FLOOR)
+
+
+def in_json(value: float) -> float | str:
+    """As it is; ∞, which JSON has not, is "inf"."""
+    return value if math.isfinite(value) else "inf"
 
 
 def _rounded(value: float, digits: int, form: str, direction: str) -> str:

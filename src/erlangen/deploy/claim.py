@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from erlangen.accounting import certificate, examine
+from erlangen.accounting.words import in_json
 from erlangen.deploy.fold import ExportError
 
 NOTHING = "there was no certificate beside the run, so nothing is claimed"
@@ -35,5 +35,4 @@ def claim(run: Path) -> dict[str, Any]:
     beyond = found.validation
     if beyond is None:
         return said
-    both = beyond.epsilon if math.isfinite(beyond.epsilon) else "inf"
-    return {**said, "epsilon_with_validation": both, "validation": beyond.words}
+    return {**said, "epsilon_with_validation": in_json(beyond.epsilon), "validation": beyond.words}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -89,12 +88,13 @@ class Measurement:
 
 def point_privacy(point: Point) -> dict[str, Any]:
     from erlangen.accounting import epsilon
+    from erlangen.accounting.words import in_json
 
     event = point.event()
     spent: dict[str, float | str] = {"pld": 0.0, "rdp": 0.0}
     if event is not None:
         found = {m: epsilon(event, DELTA, m) for m in ("pld", "rdp")}  # type: ignore[arg-type]
-        spent = {m: e if math.isfinite(e) else "inf" for m, e in found.items()}
+        spent = {m: in_json(e) for m, e in found.items()}
     sigma = point.release[2] if point.release else 0.0
     return {
         "cell": point.name, "epsilon": spent, "delta": DELTA, "noise_multiplier": sigma, "sample_rate": 1.0,

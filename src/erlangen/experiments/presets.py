@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from erlangen.accounting.words import in_json
 from erlangen.spelling import hint
 from erlangen.training.config import TrainConfig
 
@@ -147,7 +147,7 @@ def cell_privacy(cell: Cell, records: int) -> dict[str, Any]:
     pairs = [(step_event(config, sigma, records), config.steps)]
     spent = {method: epsilon(pairs, config.delta, method) for method in ("pld", "rdp")}  # type: ignore[arg-type]
     return {
-        "cell": cell.name, "epsilon": {m: e if math.isfinite(e) else "inf" for m, e in spent.items()},
+        "cell": cell.name, "epsilon": {m: in_json(e) for m, e in spent.items()},
         "delta": config.delta, "noise_multiplier": sigma, "sample_rate": q, "steps": config.steps, "paper": cell.paper,
         "claimed_epsilon": cell.claimed_epsilon, "needs": needed(config),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import erlangen
+from erlangen.accounting.words import in_json
 from erlangen.data import Dataset, load
 from erlangen.models import make_model
 from erlangen.training.config import TrainConfig
@@ -68,7 +69,7 @@ def _keep(job: Job, ensemble: Ensemble, member: int, scores: dict[str, float], s
     summary = {
         "test": scores,
         "guarantee": {
-            "epsilon": {method: e if math.isfinite(e) else "inf" for method, e in spent.items()},
+            "epsilon": {method: in_json(e) for method, e in spent.items()},
             "delta": config.delta,
             "neighbouring": mechanism.neighbouring,
             "unit": "record",

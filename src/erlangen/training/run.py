@@ -28,7 +28,7 @@ from safetensors.torch import save as to_bytes
 
 from erlangen.accounting import epsilon
 from erlangen.accounting.ledger import Ledger, LedgerError, read_ledger
-from erlangen.accounting.words import upper
+from erlangen.accounting.words import in_json, upper
 from erlangen.atomic import write_atomically
 from erlangen.data import DataOptions, Dataset
 from erlangen.data.base import renormalised
@@ -46,7 +46,7 @@ from erlangen.training.metrics import near_zero
 from erlangen.training.moments import is_checkpoint, is_evaluation, stop_requests
 from erlangen.training.resumed import finished, load_checkpoint, require_same, resumed_config, why_complete
 from erlangen.training.session import Session
-from erlangen.training.summary import number, summarise
+from erlangen.training.summary import summarise
 from erlangen.workers import Workers
 
 #: called after each step with the session and what is known so far
@@ -232,7 +232,7 @@ def _record(session: Session, folder: Path | None, ledger: Ledger | None) -> dic
     """Metrics of this moment, and a checkpoint of it."""
     if ledger is not None:
         ledger.require_in_place()  # or the folder is another run's by now
-    metrics: dict[str, Any] = {"step": session.step_count, "epsilon": number(session.epsilon()), **session.evaluate()}
+    metrics: dict[str, Any] = {"step": session.step_count, "epsilon": in_json(session.epsilon()), **session.evaluate()}
     metrics["small_parameters"] = near_zero(w for w in session.weights().values() if w.is_floating_point())
     if session.config.non_private:
         metrics["non_private"] = dict(session.non_private)

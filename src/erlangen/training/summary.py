@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 import erlangen
-from erlangen.accounting.words import meaning, upper
+from erlangen.accounting.words import in_json, meaning, upper
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
@@ -18,7 +17,7 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
     config, mechanism = session.config, session.training.mechanism
     names = getattr(session.dataset, "class_names", None)
     guarantee = {
-        "epsilon": {method: number(session.epsilon(method)) for method in ("pld", "rdp")},
+        "epsilon": {method: in_json(session.epsilon(method)) for method in ("pld", "rdp")},
         "delta": config.delta,
         "neighbouring": mechanism.neighbouring,
         "unit": session.units.name,
@@ -46,11 +45,6 @@ def summarise(session: Session, metrics: dict[str, Any], seconds: float) -> dict
         "seconds": round(seconds, 2),
         "versions": {"erlangen": erlangen.__version__, "torch": torch.__version__},
     }
-
-
-def number(value: float) -> float | str:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else "inf"
 
 
 def in_plain_words(summary: dict[str, Any]) -> str:

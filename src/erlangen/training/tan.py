@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from erlangen.accounting import epsilon
-from erlangen.accounting.words import upper
+from erlangen.accounting.words import in_json, upper
 from erlangen.data import Dataset
 from erlangen.training.built import load_data, require_known
 from erlangen.training.config import ConfigError, TrainConfig
@@ -81,7 +81,7 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         facts = {k: v for k, v in asdict(self.plan).items() if k not in ("target", "small")}
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else "inf" for k, v in facts.items()}
+        finite = {k: in_json(v) if isinstance(v, float) else v for k, v in facts.items()}
         return {
             **finite, "predicted_accuracy": self.mean, "spread": self.spread, "accuracies": list(self.accuracies),
             "target": json.loads(self.plan.target.to_json()), "small": json.loads(self.plan.small.to_json()),

@@ -19,12 +19,12 @@ from erlangen.accounting import epsilon, metrics
 from erlangen.accounting.compose import with_one_each, with_training
 from erlangen.accounting.ledger import Ledger, Release, copy_path, read_ledger
 from erlangen.accounting.ledger_format import Book
+from erlangen.accounting.words import in_json
 from erlangen.data import Dataset, load
 from erlangen.deploy.averaged import answering, rows_at_once
 from erlangen.deploy.card import ModelCard, load_model
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import how_to_finish
-from erlangen.training.summary import number
 
 
 def validate(
@@ -83,11 +83,11 @@ def validate(
         "records": len(data),
         "trained_on": trained_on,
         "unit": "record",
-        "epsilon": number(spent),
-        "epsilon_if_trained_on": number(both),
+        "epsilon": in_json(spent),
+        "epsilon_if_trained_on": in_json(both),
         "why_if_trained_on": why,
         "training_protects": unit or "record",
-        "epsilon_if_one_each": None if one_each is None else number(one_each[1]),
+        "epsilon_if_one_each": None if one_each is None else in_json(one_each[1]),
         "delta": delta,
         "releases": book.steps,
         "ledger_notes": list(book.notes),

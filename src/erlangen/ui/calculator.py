@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from erlangen.accounting import AccountingError, Method, epsilon, gaussian, noise_multiplier, poisson, tradeoff
+from erlangen.accounting.words import in_json
 from erlangen.report.privacy import tone_of
 
 #: what an answer within seconds allows; the command line has no such limits
@@ -53,7 +53,7 @@ def _priced(sigma: float, rate: float, steps: int, delta: float, method: Method)
     except AccountingError as error:
         raise BadPlan(str(error)) from error
     return {
-        "epsilon": value if math.isfinite(value) else "inf", "sigma": sigma, "rate": rate, "steps": steps, "delta": delta,
+        "epsilon": in_json(value), "sigma": sigma, "rate": rate, "steps": steps, "delta": delta,
         "attacker": attacks, "neighbouring": "add-or-remove-one", "tone": tone_of(value),
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from typing import Any
 from erlangen.accounting import LedgerError, epsilon, read_ledger
 from erlangen.accounting.compose import VALIDATION_NAME
 from erlangen.accounting.ledger import copy_path, is_live
+from erlangen.accounting.words import in_json
 from erlangen.report.folder import Run, history, read
 from erlangen.training.config import TrainConfig
 
@@ -64,7 +65,7 @@ class Seen:
     def row(self) -> dict[str, Any]:
         """As JSON; ∞ is "inf"."""
         mechanism = None if self.config is None else self.config.mechanism
-        eps = self.epsilon if self.epsilon is None or math.isfinite(self.epsilon) else "inf"
+        eps = None if self.epsilon is None else in_json(self.epsilon)
         return {
             "name": self.name, "state": self.state, "epsilon": eps, "delta": self.delta, "accuracy": _finite(self.accuracy),
             "steps": self.steps, "planned": self.planned, "mechanism": mechanism, "problem": self.problem,
