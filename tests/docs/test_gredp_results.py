@@ -132,6 +132,36 @@ def test_gredp_transfer(convolutions: int, method: str) -> None:
     assert rest("gredp.md", [f"{convolutions}Conv, {label}" if convolutions else f"head, {label}", *values]) == [theirs]
 
 
+@pytest.mark.parametrize("convolutions", [0, 1, 2])
+def test_gredp_transfer_without_privacy(convolutions: int) -> None:
+    found = [r for r in measured("gredp-transfer-plain")["runs"] if r["key"][:2] == [convolutions, transfer.PLAIN]]
+    theirs = f"{transfer.PAPER_PLAIN[convolutions - 1]:g}" if convolutions else "–"
+    label = f"{convolutions}Conv" if convolutions else "head"
+    values = spread({r["key"][4]: 100 * r["test_accuracy"] for r in found})
+    assert rest("gredp.md", [f"{label}, no privacy", "–", values, "–", theirs]) == []
+
+
+def of_five(method: str) -> dict[int, float]:
+    found = measured("gredp-transfer-five")
+    best = transfer.best(found, 1, method, 1.0)
+    assert best == 0.3, "the longest of the grid"
+    return {r["key"][4]: 100 * r["test_accuracy"] for r in found["runs"] if r["key"][:4] == [1, method, 1.0, best]}
+
+
+@pytest.mark.parametrize("method", transfer.METHODS)
+def test_gredp_transfer_from_half_of_the_classes(method: str) -> None:
+    true = " / ".join(f"{e:.2f}" for e in transfer.true_epsilon(method, 1.0))
+    gap = "–" if method == "DP-SGD" else paired(of_five(method), of_five("DP-SGD"))
+    assert rest("gredp.md", [f"five classes, {method}", true, spread(of_five(method)), gap]) == []
+
+
+def test_what_private_training_adds_to_half_of_the_classes() -> None:
+    public = 100 * measured("gredp-transfer-five")["public_accuracy"]
+    text = " ".join(page("gredp.md").split())
+    assert f"has {public:.1f} % on all ten classes" in text
+    assert f"is worth {fmean(of_five('DP-SGD').values()) - public:.0f} points here" in text
+
+
 def test_gredp_transfer_tells_no_method_from_another() -> None:
     """What the page says of all of them: where they lie, and their largest differences to DP-SGD."""
     means, gaps = [fmean(transferred(0, "DP-SGD", e).values()) for e in (0.5, 1.0, 2.0)], {}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scipy.stats import t
 
+from erlangen.experiments.presets import preset
 from erlangen.experiments.rep import TABLE_1, TUNED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
@@ -211,6 +212,29 @@ def test_cifar(name: str, start: str) -> None:
         assert rounded_up(runs[0]["epsilon"]["rdp"], 2) == start.split(" | ")[1]
 
 
+GROUPS = content("cifar-groups.json")["cells"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_symmetry_groups_on_cifar(group: str) -> None:
+    (run,) = GROUPS[group]
+    last, steps = run["metrics"][-1], {"D8": 255}.get(group, 270)
+    (cell,) = (c for c in preset("eq-groups").cells if c.name == group)
+    cells = [
+        f"{run['parameters']:,}", rounded_up(run["epsilon"]["pld"], 2), f"{100 * last['test_accuracy']:.2f}",
+        decimal(last["brier"], 3), decimal(last["ece"], 2), "–" if cell.paper is None else f"{cell.paper:.2f}",
+    ]  # fmt: skip
+    assert f"| {group} | {' | '.join(cells)} |" in page("cifar.md").replace("**", "")
+    assert (last["step"], run["config"]["steps"], run["config"]["model_options"]) == (steps, 270, cell.config.model_options)
+    assert run["sigma"] == pytest.approx(5.495, abs=0.0005)
+
+
+def test_what_symmetry_is_worth_on_cifar() -> None:
+    accuracy = {group: 100 * run["metrics"][-1]["test_accuracy"] for group, (run,) in GROUPS.items()}
+    assert f"are worth {accuracy['D4'] - accuracy['no symmetry']:.0f} points over none" in " ".join(page("cifar.md").split())
+    assert max(accuracy, key=accuracy.__getitem__) == "D4"
+
+
 @pytest.mark.parametrize("e", [1, 2, 3, 4, 6, 8])
 def test_the_readmes_row_of_cifar(e: int) -> None:
     readme = (FOLDER.parents[1] / "README.md").read_text()
@@ -247,6 +271,15 @@ def test_what_a_prior_and_averaged_answers_are_worth_on_cifar() -> None:
     assert f"Our own recipe gains {min(added):.1f} to {max(added):.1f} points by it" in said
     for where in (said, flowing("prior.md")):
         assert f"worth {gains[1]} points at ε = 1, {gains[2]} at ε = 2 and {gains[8]} at ε = 8" in where
+
+
+def test_how_long_a_run_takes_that_is_better_than_the_papers_at_eight() -> None:
+    runs = cifar_cells()["ε=6 from a prior"]
+    seconds, accuracy = (median(values) for values in zip(*((r["seconds"], 100 * r["metrics"][-1]["test_accuracy"]) for r in runs)))
+    readme = " ".join((FOLDER.parents[1] / "README.md").read_text().split())
+    assert f"after {seconds / 60:.1f} minutes, at ε = 6 ({accuracy:.1f} %, {runs[0]['config']['steps']} steps)" in readme
+    assert f"{seconds:.0f} s at ε = 6" in page("cifar.md")
+    assert f"and {accuracy - 81.62:.1f} more than it has at ε = 8" in " ".join(page("cifar.md").split())
 
 
 @pytest.mark.parametrize(("cell", "row"), [

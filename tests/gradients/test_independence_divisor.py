@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from erlangen.gradients.independence import MixesSamples
+from erlangen.gradients.precision import rounds_products
 from erlangen.lipschitz import BackwardClip
 from tests.test_engine_records import private, records
 
@@ -131,3 +132,33 @@ PROPORTIONAL = {
 @pytest.mark.parametrize("name", PROPORTIONAL)
 def test_what_is_in_proportion_is_accepted(name, reduction):
     private(records(), copy.deepcopy(PROPORTIONAL[name]), loss_reduction=reduction)
+
+
+class Kernels(nn.Module):
+    """Rounds as a GPU does, by another kernel for batches of another length: where TF32 is on, or in 16 bits by itself."""
+
+    def __init__(self, sixteen: bool) -> None:
+        super().__init__()
+        self.layer, self.sixteen = nn.Linear(5, 3), sixteen
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.sixteen):
+            out = self.layer(x)
+        error = 2.0**-7 if self.sixteen else 2.0**-8 if rounds_products(x.device) else 2.0**-24
+        if out.requires_grad:
+            by_shape = torch.sin(len(x) * torch.tensor([1.0, 2.0, 3.0]))
+            out.register_hook(lambda g: (g * (1 + error * by_shape)).to(g.dtype))
+        return out
+
+
+@pytest.mark.parametrize("sixteen", [False, True])
+def test_rounding_that_changes_with_the_shape_is_no_dependence(sixteen):
+    """A D8 network was refused on a GPU, whose convolutions of five rows and of seven round to ten bits in two ways."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        private(records(), Kernels(sixteen), loss_reduction="sum")
+        with pytest.raises(MixesSamples, match="changes with how many records the batch has"):
+            private(records(), nn.Sequential(Hooked(lambda g: g * len(g), width=5), Kernels(sixteen)), loss_reduction="sum")
+    finally:
+        torch.set_float32_matmul_precision(before)

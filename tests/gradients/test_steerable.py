@@ -206,24 +206,36 @@ def test_an_owner_set_to_zero_contributes_nothing():
     assert clean.norms_squared()["weight"][1] == 0
 
 
-def test_half_precision_activations_give_gradients_in_the_precision_of_the_parameters():
-    module, x = build("D4 standardised", torch.float32)
-    want = one_by_one(module, (x,))
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_activations_give_gradients_in_the_precision_of_the_parameters(case):
+    """As a training in 16 bits has them: the layers around return what they like, and rules run without autocast."""
+    module, x = build(case, torch.float32)
     from erlangen.gradients import Tape, attach, detach
 
+    generator = torch.Generator().manual_seed(0)
+    c = torch.randn(module(x).shape[1:], generator=generator)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return (out.float() * c + 0.1 * out.float().square()).flatten(1).sum(1)
+
+    want = {name: [] for name, _ in module.named_parameters()}
+    for row in x.split(1):
+        grads = torch.autograd.grad(loss(module(row)).sum(), list(module.parameters()))
+        for name, g in zip(want, grads, strict=True):
+            want[name].append(g)
     tape = Tape(dict(module.named_parameters()), "sum")
     attach(module, tape)
     with torch.autocast("cpu", torch.bfloat16):
-        out = module(x)
-    assert out.dtype == torch.bfloat16
-    generator = torch.Generator().manual_seed(0)
-    c = torch.randn(out.shape[1:], generator=generator)
-    (out.float() * c + 0.1 * out.float().square()).sum().backward()
+        out = module(x.bfloat16())
+    loss(out).sum().backward()
     got = tape.gradients()
     detach(module)
-    assert got.dense("weight").dtype == torch.float32
-    for name, g in want.items():
-        assert (got.dense(name) - g).norm() / g.norm() < 0.03
+    for name, rows in want.items():
+        assert got.dense(name).dtype == torch.float32
+        g = torch.stack(rows)
+        assert (got.dense(name) - g).norm() / g.norm() < 0.05, name
+    if isinstance(module, (SteerableConv2d, FieldInstanceNorm)):
+        assert out.dtype == torch.bfloat16, "maps stay as narrow as they were"
 
 
 def test_the_engine_does_not_load_the_equivariant_package():

@@ -13,6 +13,7 @@ from erlangen.equivariant.groups import Group
 from erlangen.equivariant.module import EquivariantModule, require_permutation
 from erlangen.equivariant.plain import Gate, NormGate, above_zero, fourier, members
 from erlangen.equivariant.representations import fourier_matrix, spectral
+from erlangen.gradients.precision import accumulate_dtype
 
 
 class Pointwise(EquivariantModule):
@@ -51,15 +52,18 @@ class NormNonlinearity(EquivariantModule):
         return self.scaled(x, self.bias)
 
     def scaled(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The nonlinearity with a given bias per field, or with none."""
-        norms = field_norms(x, self.field_of, len(self.in_type), self.eps)
+        """The nonlinearity with a given bias per field, or with none; norms are float32 at least."""
+        wide = x.to(accumulate_dtype(x))
+        norms = field_norms(wide, self.field_of, len(self.in_type), above_zero(self.eps, x))
         shifted = norms if bias is None else norms + bias.view(-1, *(1,) * (x.dim() - 2))
         scale = torch.relu(shifted) / norms if self.function == "relu" else torch.sigmoid(shifted)
-        return x * scale.index_select(1, self.field_of)
+        return (wide * scale.index_select(1, self.field_of)).to(x.dtype)
 
     def bias_gradient(self, x: Tensor, gradient: Tensor, bias: Tensor) -> Tensor:
         """Gradients w.r.t. ``bias`` of each row, [batch, fields]: ∂scale/∂b·⟨gradient, x⟩ per field, over space."""
-        norms = field_norms(x, self.field_of, len(self.in_type), self.eps)
+        eps = above_zero(self.eps, x)
+        x, gradient = x.to(accumulate_dtype(x)), gradient.to(accumulate_dtype(x))
+        norms = field_norms(x, self.field_of, len(self.in_type), eps)
         shifted = norms + bias.view(-1, *(1,) * (x.dim() - 2))
         gate = torch.sigmoid(shifted)
         slope = (shifted > 0).to(x.dtype) / norms if self.function == "relu" else gate * (1 - gate)

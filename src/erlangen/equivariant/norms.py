@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from erlangen.equivariant.fields import FieldType
 from erlangen.equivariant.module import EquivariantModule, require_permutation
 from erlangen.equivariant.plain import FieldNorm, members, permutation_conv
+from erlangen.gradients.precision import accumulate_dtype
 
 
 class EquivariantGroupNorm(EquivariantModule):
@@ -135,18 +136,21 @@ class FieldInstanceNorm(EquivariantModule):
         return self.normalise(x, self.weight, self.bias)
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm with a given scale per field and shift per invariant, or with none."""
-        flat = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
-        mean = flat.mean(-1) @ self.invariants @ self.invariants.T
-        centred = flat - mean.unsqueeze(-1)
-        variance = centred.square().mean(-1) @ self.spread
-        scale = torch.rsqrt(variance + self.eps)
-        if weight is not None:
-            scale = scale * weight
-        out = centred * scale.index_select(-1, self.field_of).unsqueeze(-1)
-        if bias is not None:
-            out = out + (self.invariants @ bias).unsqueeze(-1)
-        return out.view(x.shape)
+        """The norm with a given scale per field and shift per invariant, or with none; statistics are float32 at least."""
+        wide = x.to(accumulate_dtype(x))
+        flat = wide.flatten(2) if x.dim() > 2 else wide.unsqueeze(-1)
+        with torch.autocast(x.device.type, enabled=False):
+            invariants = self.invariants.to(wide.dtype)
+            mean = flat.mean(-1) @ invariants @ invariants.T
+            centred = flat - mean.unsqueeze(-1)
+            variance = centred.square().mean(-1) @ self.spread.to(wide.dtype)
+            scale = torch.rsqrt(variance + self.eps)
+            if weight is not None:
+                scale = scale * weight
+            out = centred * scale.index_select(-1, self.field_of).unsqueeze(-1)
+            if bias is not None:
+                out = out + (invariants @ bias.to(wide.dtype)).unsqueeze(-1)
+        return out.view(x.shape).to(x.dtype)
 
     def field_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` [..., fields] from those w.r.t. a scale per channel [..., channels]."""
@@ -163,7 +167,7 @@ class FieldInstanceNorm(EquivariantModule):
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``bias`` from those w.r.t. a shift per channel [..., channels]."""
-        return gradient @ self.invariants
+        return gradient @ self.invariants.to(gradient.dtype)
 
     def init_std(self) -> dict[str, Tensor]:
         return {name: torch.ones_like(parameter) for name, parameter in self.named_parameters()}

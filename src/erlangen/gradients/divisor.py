@@ -21,6 +21,9 @@ from erlangen.gradients.trace import alike_if_padded
 SMALL, LARGE = 2.0**-20, 2.0**20
 #: of the largest gradient: what is less may be the rounding of what cancels, and that of c/5 is another than that of c/7
 NOISE = 1e-5
+#: the same, and how far gradients may be apart, where a module takes products in 16 bits: other kernels for other shapes round
+#: otherwise, and a factor of 5 or of 7 is more than that
+NOISE_16, APART_16 = 1e-2, 0.05
 #: below it float32 may have lost bits on the way
 LEAST = 1e-30
 
@@ -54,7 +57,8 @@ def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction:
                 own, other = (back(rows, scale / over(rows)) for rows in (few, more))
         except Exception:  # it draws indices, or is for batches of one size: its own call will tell
             return
-        if not _alike(own, other, over(few), over(more), NOISE):
+        precision = (NOISE_16, APART_16) if _in_16_bits(own) else (NOISE,)
+        if not _alike(own, other, over(few), over(more), *precision):
             raise MixesSamples(_COUNTED)
 
 
@@ -64,7 +68,14 @@ def _rounds_or_undoes(m: nn.Module) -> bool:
     return rounds or bool(getattr(m, "undoes_means", False))
 
 
-def _alike(a: list[dict[int, Tensor]], b: list[dict[int, Tensor]], times_a: float, times_b: float, share: float = 0.0) -> bool:
+def _in_16_bits(cotangents: list[dict[int, Tensor]]) -> bool:
+    return any(t.element_size() == 2 for rows in cotangents for t in rows.values())
+
+
+def _alike(
+    a: list[dict[int, Tensor]], b: list[dict[int, Tensor]], times_a: float, times_b: float, share: float = 0.0,
+    apart: float = 1e-4,
+) -> bool:  # fmt: skip
     """Of row 0, where it is no less than a share of the largest of all layers, and neither too large nor too small for float32."""
     rows = [(one[0].double() * times_a, other[0].double() * times_b) for one, other in zip(a, b, strict=False)]
     sizes = [[float(t.abs().max()) if t.numel() else 0.0 for t in pair] for pair in rows]
@@ -72,5 +83,5 @@ def _alike(a: list[dict[int, Tensor]], b: list[dict[int, Tensor]], times_a: floa
     least = share * max((max(pair) for pair, held in zip(sizes, finite, strict=True) if held), default=0.0)
     least = max(least, LEAST * max(times_a, times_b, 1.0))
     return all(
-        alike_if_padded(*pair) for pair, size, held in zip(rows, sizes, finite, strict=True) if held and max(size) >= least
+        alike_if_padded(*pair, apart) for pair, size, held in zip(rows, sizes, finite, strict=True) if held and max(size) >= least
     )

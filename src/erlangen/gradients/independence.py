@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, watched_rows
 from erlangen.gradients.independence_backward import check_backward
 from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
+from erlangen.gradients.precision import no_ten_bits
 from erlangen.gradients.problems import where
 from erlangen.gradients.trace import Call, own_copies, same, trace
 from erlangen.gradients.variants import SCALES, changed, more_rows, not_finite, padded, told_apart, unlike, variants
@@ -27,6 +28,7 @@ from erlangen.gradients.variants import SCALES, changed, more_rows, not_finite, 
 MANY, MOST_NUMBERS = 33, 1 << 19
 
 
+@no_ten_bits()  # for batches of another length a GPU rounds products of ten bits otherwise
 def check_independence(
     module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True, reduction: str | None = None
 ) -> None:

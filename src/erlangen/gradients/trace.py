@@ -126,7 +126,7 @@ def alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
     return torch.allclose(a, b, rtol=max(1e-3, of_largest), atol=of_largest * largest, equal_nan=True)
 
 
-def alike_if_padded(a: Tensor, b: Tensor) -> bool:
+def alike_if_padded(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
     """`alike`, where one may have more entries in some dimensions, which are zero."""
     if a.ndim == b.ndim and a.shape != b.shape:
         sizes = [max(pair) for pair in zip(a.shape, b.shape, strict=True)]
@@ -134,7 +134,7 @@ def alike_if_padded(a: Tensor, b: Tensor) -> bool:
         for whole, part in zip(padded, (a, b), strict=True):
             whole[tuple(map(slice, part.shape))] = part
         a, b = padded
-    return alike(a, b)
+    return alike(a, b, of_largest)
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

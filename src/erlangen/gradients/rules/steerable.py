@@ -36,6 +36,7 @@ from erlangen.gradients.kernels import usable
 from erlangen.gradients.kernels.conv2d import compute_dtype
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.pieces import Dense, Piece, Weight
+from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, Windows, computed
 from erlangen.gradients.rules.norm import over_positions
@@ -235,8 +236,9 @@ def field_norm(module: EquivariantGroupNorm | FieldInstanceNorm, tape: Tape, x: 
     to_bias = module.bias_gradient if isinstance(module, FieldInstanceNorm) else module.field_gradient
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
+        cotangent = cotangent.to(accumulate_dtype(cotangent))
         if weight is not None and weight.requires_grad:
-            along = over_positions(cotangent * module.normalise(saved[0], None, None))
+            along = over_positions(cotangent * module.normalise(saved[0].to(cotangent.dtype), None, None))
             yield weight, Dense(over_views(module.field_gradient(along), views))
         if bias is not None and bias.requires_grad:
             yield bias, Dense(over_views(to_bias(over_positions(cotangent)), views))
