@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients import RowMap, Tape, attach, pieces
+from erlangen.gradients import RowMap, Tape, attach, kernels, pieces
 from erlangen.gradients.attach import detach
 from erlangen.gradients.filtered import KernelFilter, Projected
+from erlangen.gradients.kernels import conv_unformed, filtered_maps
 from erlangen.gradients.pieces import Dense, gram_norms, unit_scale
 from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rules import filtered
 from erlangen.gradients.rules.conv import Conv, Geometry
-from erlangen.gradients.rules.filtered import FilteredConv
+from erlangen.gradients.rules.filtered import FilteredConv, FilteredMaps
 from erlangen.mechanisms import GaussianMechanism, StreamNoise
 from erlangen.mechanisms.frequency import Fourier
+from tests.kernels import DEVICE, HALF, channels_last, close
 
 GEOMETRIES = {
     "plain": Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1),
@@ -81,6 +83,80 @@ def test_norms_sums_and_gradients_are_those_of_what_the_filter_leaves(name, way,
     rest = piece.without(bad)
     torch.testing.assert_close(rest.weighted_sum(w), piece.weighted_sum(torch.where(bad, 0.0, w)), rtol=1e-4, atol=1e-4)
     assert float(rest.norms_squared(by)[bad].abs().max()) == 0.0
+
+
+# -- maps that are filtered, where kernels take 16-bit products ---------------------------------------------------------
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "FORCED", True)
+
+
+PLANES = {name: GEOMETRIES[name] for name in ("plain", "strides")}
+
+
+@pytest.mark.parametrize("name", PLANES)
+def test_the_kernel_is_its_twin(forced, name):
+    """Also where a program has more channels, more columns or more pixels than there are, and every model its own filter."""
+    g = PLANES[name]
+    for channels, kept, models in ((3, 5, 1), (70, 2, 2), (16, 9, 3)):
+        x = channels_last(2 * models, channels, 8, 9, dtype=HALF)
+        columns = torch.randn(models, math.prod(g.kernel), kept, device=DEVICE)
+        found = filtered_maps.filtered_maps(x, columns, g.kernel, g.stride, g.padding, g.dilation)
+        wanted = filtered_maps.reference(x.double(), columns.double(), g.kernel, g.stride, g.padding, g.dilation)
+        assert found.dtype == HALF
+        assert found.shape == wanted.shape
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        close(found, wanted, torch.finfo(HALF).eps)
+
+
+@pytest.mark.parametrize("outputs", [4, 64])
+@pytest.mark.parametrize("way", ["formed", "measured and formed again", "not formed"])
+@pytest.mark.parametrize("name", PLANES)
+def test_filtered_maps_have_the_norms_and_sums_of_what_the_filter_leaves(forced, name, way, outputs, monkeypatch):
+    if way == "not formed":
+        monkeypatch.setattr(conv_unformed, "cheaper", lambda *sizes: True)
+    views = 1 if way == "not formed" else 2  # of few positions
+    conv = example(PLANES[name], outputs, views=views, dtype=HALF)
+    conv = Conv(*(t.to(DEVICE, memory_format=torch.channels_last) for t in (conv.x, conv.d)), views, conv.shape, conv.geometry)
+    geometry, by = low_pass(conv.shape)
+    piece = conv.filtered(by)
+    assert isinstance(piece, FilteredMaps)
+    assert piece.whole is conv
+    assert piece.prefers_dense != (way == "not formed")
+    exact = Conv(conv.x.double(), conv.d.double(), views, conv.shape, conv.geometry).dense()
+    kept = geometry.inverse("k", geometry.forward("k", exact))
+    piece = piece.formed() if way == "formed" else piece
+    near, w = 8 * torch.finfo(HALF).eps, torch.rand(5, device=DEVICE)
+    with exact_float32():
+        norms = piece.norms_squared(by)
+        torch.testing.assert_close(norms.double(), kept.flatten(1).square().sum(1), rtol=near, atol=0.0)
+        close(piece.dense(), kept, near)
+        close(piece.weighted_sum(w), torch.einsum("n,n...->...", w.double(), kept), near)
+        for k in range(conv.count):  # what is added is never longer than was measured
+            added = piece.weighted_sum(torch.eye(conv.count, device=DEVICE)[k])
+            assert added.dtype == torch.float32
+            assert float(added.double().norm()) <= float(norms[k].sqrt()) * (1 + 1e-6)
+        bad = torch.tensor([True, False, False, True, False], device=DEVICE)
+        rest = piece.without(bad)
+        close(rest.weighted_sum(w), piece.weighted_sum(torch.where(bad, 0.0, w)), 1e-4)
+        assert float(rest.norms_squared(by)[bad].abs().max()) == 0.0
+
+
+def test_what_the_filter_removes_cannot_hide_in_filtered_maps(forced):
+    """Records of alternating pixels, huge beside the others: what is left of them is clipped to the bound, and added as such."""
+    conv = high(no_border(64), 3e4)
+    conv = Conv(*(t.to(DEVICE, HALF, memory_format=torch.channels_last) for t in (conv.x, conv.d)), 2, conv.shape, conv.geometry)
+    _, by = low_pass(conv.shape)
+    piece = conv.filtered(by)
+    with exact_float32():
+        norms = piece.norms_squared(by).sqrt()
+        for k in range(conv.count):
+            w = torch.zeros(conv.count, device=DEVICE)
+            w[k] = 1.0 / norms[k]
+            assert 0.9 < float(piece.weighted_sum(w).double().norm()) <= 1 + 1e-5
 
 
 def test_other_weights_are_those_of_the_filtered_gradients():

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from erlangen.circulant import CirculantConv2d
 from erlangen.data.base import Dataset
 from erlangen.gradients import kernels
-from erlangen.gradients.kernels import conv_gradient, stacked_circulant, stacked_filters
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_circulant, stacked_filters
 from erlangen.mechanisms.frequency import GUARD, low_pass
 from erlangen.models import register_model
-from erlangen.training import stacked_conv, stacked_pool  # noqa: F401  (a kernel that is first read while they are off is none)
+from erlangen.training import stacked_conv, stacked_pool, stacked_rows  # noqa: F401  (a kernel that is first read while they are off is none)
 from erlangen.training.config import TrainConfig
 from erlangen.training.ensemble import Ensemble
 from erlangen.training.stacked_release import _guarded
@@ -207,6 +207,47 @@ def test_rows_that_are_formed_for_a_filter_are_summed_as_they_were_measured(monk
         assert bool((projected(alone.double(), projectors).square() <= energy[:, k] * (1 + 1e-6)).all())
 
 
+def alternating(rows: int, channels: int, size: int) -> Tensor:
+    """Maps that change sign from pixel to pixel: a low-pass filter leaves little of their windows but rounding."""
+    sign = torch.ones(size, device=DEVICE)
+    sign[1::2] = -1
+    board = torch.outer(sign, sign)
+    return (board.expand(rows, channels, size, size) * 1e3).to(HALF).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("what", ["random", "alternating", "one is not finite"])
+def test_filtered_maps_are_summed_as_they_were_measured(what, monkeypatch):
+    """Filtered in every model: nothing is formed, what is added up is the gradient that is left, and no row adds more than was
+    measured of it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "FORCED", True)
+    torch.manual_seed(6)
+    plane = Plane((3, 3), (1, 1), (1, 1), (1, 1))
+    x, d = channels_last(4, 20, 3, 3, dtype=HALF), channels_last(4, 16, 3, 3, dtype=HALF)
+    if what == "alternating":
+        x = alternating(4, 20, 3)
+    formed = Formed(2, conv_gradient.conv_gradient(x, d, 1, *plane)[0].flatten(2), Taps(16, 9, 20, 180)).dense().double()
+    if what == "one is not finite":
+        x[1, 3, 0, 2] = math.inf
+    kept = [kept_of((3, 3), ratio) for ratio in (0.5, 0.2)]
+    by = _guarded(kept, 9, torch.zeros((), device=DEVICE))
+    assert by.everywhere
+    rows = Unformed(2, x, d, plane)
+    energy = rows.filtered_energy(by)
+    if what == "one is not finite":
+        assert energy.isfinite().tolist() == [[True, False], [True, True]]
+    for k in range(2):
+        weights = torch.zeros(2, 2, device=DEVICE)
+        weights[:, k] = energy[:, k].isfinite().float()
+        alone = rows.weighted_sum(weights).double()
+        assert bool((alone.square().sum(1) <= energy[:, k].nan_to_num(0.0, posinf=0.0) * (1 + 1e-6)).all())
+        if what == "random":
+            left = torch.stack([(g.view(-1, 9) @ q @ q.T).flatten() for g, q in zip(formed[:, k], kept, strict=True)])
+            assert float((alone - left).norm() / left.norm()) < 4 * torch.finfo(HALF).eps
+            assert bool((energy[:, k] <= alone.square().sum(1) * 1.01).all()), "rounded outwards, by little"
+    assert rows._formed is None
+
+
 # -- members are their sessions ---------------------------------------------------------------------------------------
 
 
@@ -248,7 +289,7 @@ register_model(
 
 
 def test_kernels_take_the_steps_of_the_plain_layers(monkeypatch):
-    """Gradients that are formed for the filter's sake, and circulant ones that are formed at once, in 16 bits."""
+    """Maps that are filtered, so that no gradient is formed, and circulant gradients that are formed at once, in 16 bits."""
     pytest.importorskip("triton")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(8, 2, 4, 4)).astype(np.float32)
@@ -268,13 +309,17 @@ def test_kernels_take_the_steps_of_the_plain_layers(monkeypatch):
             return (before - ensemble.stack.flat).double()
 
     calls = []
-    for where, name in ((stacked_circulant, "gradients"), (conv_gradient, "conv_gradient"), (stacked_filters, "filtered_energy")):
+    watched = (
+        (stacked_circulant, "gradients"), (conv_gradient, "conv_gradient"), (stacked_filters, "filtered_energy"),
+        (stacked_rows, "filtered_maps"), (conv_unformed, "squared_norms"), (conv_unformed, "weighted_sum"),
+    )  # fmt: skip
+    for where, name in watched:
         whole = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *a, name=name, whole=whole: (calls.append(name), whole(*a))[1])
     exact, plain = moved(None, False), moved(HALF, False)
     assert not calls
     fast = moved(HALF, True)
-    assert sorted(calls) == ["conv_gradient", "filtered_energy", "filtered_energy", "gradients"]
+    assert sorted(calls) == ["filtered_energy", "filtered_maps", "gradients", "squared_norms", "weighted_sum"]
     error = lambda found: float((found - exact).norm() / exact.norm())  # noqa: E731
     assert 0 < error(fast) < 2 * error(plain) + 0.003
     assert float(exact.norm()) == pytest.approx(0.2, rel=0.1), "two clipped rows of two"

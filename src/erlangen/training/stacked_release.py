@@ -223,7 +223,8 @@ def _guarded(kept: Sequence[Tensor | None], size: int, like: Tensor) -> Filter:
     inside, outside = math.sqrt(1 + GUARD**2), GUARD
     matrices = [identity if k is None else outside * identity + (inside - outside) * k @ k.T for k in kept]
     share = torch.tensor([1.0 if k is None else GUARD**2 for k in kept])
-    return Filter(torch.stack(matrices).to(like), share.to(like), torch.stack(columns).to(like))
+    everywhere = all(k is not None for k in kept)
+    return Filter(torch.stack(matrices).to(like), share.to(like), torch.stack(columns).to(like), everywhere)
 
 
 class StackedDirection(StackedRelease):

@@ -8,6 +8,7 @@ convolution of few positions, where kernels can run.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, stacked_filters, usable
 from erlangen.gradients.kernels import stacked_rows as kernel
+from erlangen.gradients.kernels.filtered_maps import POINT, filtered_maps
 from erlangen.gradients.precision import exact_float32
 
 
@@ -63,12 +65,14 @@ class Filter:
     """How a filtered kernel is measured, for every model: ‖g·M‖² = share·‖g‖² + ‖g·B‖², by runs of K entries of the parameter.
 
     ``share`` [E] and ``columns`` B [E, K, J] in float32 or more. ``matrix`` M [E, K, K] is a filter itself, and commutes with
-    shifts as B does not.
+    shifts as B does not. Where it filters ``everywhere``, in all models, rows may add up g·B·Bᵀ: nothing that is filtered out is in
+    that sum, and its norm is ‖g·B‖.
     """
 
     matrix: Tensor
     share: Tensor
     columns: Tensor
+    everywhere: bool = False
 
     @property
     def size(self) -> int:
@@ -180,13 +184,15 @@ class Plane:
 class Unformed(Rows):
     """Kernel gradients that `conv_unformed` measures and sums from inputs x and cotangents d, channels-last.
 
-    In another metric, through a filter, or asked for in full, they are formed after all, and from then on those values are
-    the ones that are measured and summed.
+    In another metric, or asked for in full, they are formed after all, and from then on those values are the ones that are
+    measured and summed. Through a filter of kernels the maps are filtered, and what is left is a 1×1 convolution of these.
     """
 
     def __init__(self, models: int, x: Tensor, d: Tensor, plane: Plane) -> None:
         self.models, self.x, self.d, self.plane = models, x, d, plane
         self._formed: Formed | None = None
+        #: behind a filter, and its columns
+        self._behind: tuple[Unformed, Tensor] | None = None
 
     def form(self) -> Formed:
         if self._formed is None:
@@ -201,9 +207,19 @@ class Unformed(Rows):
         return conv_unformed.squared_norms(self.x, self.d, 1, *self.plane).double().unflatten(0, (self.models, -1))
 
     def filtered_energy(self, by: Filter, metric: Tensor | None = None) -> Tensor:
-        return self.form().filtered_energy(by, metric)
+        taps = math.prod(self.plane.size)
+        if metric is not None or self._formed is not None or by.size != taps or not by.everywhere:
+            return self.form().filtered_energy(by, metric)
+        y = filtered_maps(self.x, by.columns.float(), *self.plane)
+        self._behind = Unformed(self.models, y, self.d, Plane(*POINT)), by.columns
+        return self._behind[0].energy() * (1 + 4 * taps * torch.finfo(torch.float32).eps)  # rounding on the way through Bᵀ
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self._behind is not None:
+            point, columns = self._behind
+            found = point.weighted_sum(weights).unflatten(1, (self.d.shape[1], -1, self.x.shape[1]))  # [E, O, J, C]
+            with exact_float32():
+                return torch.einsum("eojc,ekj->eock", found, columns.to(found.dtype)).flatten(1)
         if self._formed is not None:
             return self._formed.weighted_sum(weights)
         parts = zip(self.x.chunk(self.models), self.d.chunk(self.models), weights, strict=True)

@@ -88,11 +88,12 @@ class Conv(Piece):
         return not gram_is_cheaper(self.tokens, math.prod(self.shape[1:]), self.shape[0] // groups, self.d)
 
     def filtered(self, by: KernelFilter) -> Piece:
-        """Windows are filtered where they are formed; kernels on a GPU that never form them, and groups, know gradients only."""
-        from erlangen.gradients.rules.filtered import FilteredConv
+        """Windows are filtered where they are formed, or maps, where kernels on a GPU form none; with groups only gradients are."""
+        from erlangen.gradients.rules.filtered import FilteredConv, FilteredMaps
 
-        simple = self.geometry.groups == 1 and not self.geometry.transposed
-        return FilteredConv(self, by) if simple and self.count and not self._for_kernels() else self
+        if self.geometry.groups > 1 or self.geometry.transposed or not self.count:
+            return self
+        return FilteredMaps.of(self, by) if self._for_kernels() else FilteredConv(self, by)
 
     @property
     def euclidean_only(self) -> bool:  # type: ignore[override]
@@ -192,8 +193,10 @@ class Conv(Piece):
         return Unfolding(self.x, self.views, self.d.shape[2:], self.geometry, way, size)
 
     def _copied(self, last: bool, size: int) -> Callable[[int, int], Tensor]:
-        """By one strided copy, as a GPU does it best."""
+        """By one strided copy, as a GPU does it best; by none where they lie so already (a 1×1 kernel)."""
         windows = self._windows_last() if last else self._windows()
+        if windows.is_contiguous():
+            return lambda start, stop: windows[start:stop]
         buffer = self.d.new_empty(size, *windows.shape[1:])
         return lambda start, stop: buffer[: stop - start].copy_(windows[start:stop])
 

@@ -7,6 +7,9 @@ the filter throws away is ever computed. Norms, sums and gradients are those of 
 
 What is added up is filtered before it is added, so that nothing outside the kept frequencies can hide in the sum. The
 rounding of a filtered window is that of the whole window; norms from Gram matrices are rounded outwards by it.
+
+Where a GPU's kernels take 16-bit products no window is formed. There the maps are filtered, once, into K channels for each
+of theirs, and what is left is a 1×1 convolution: norms and sums read the very same filtered numbers.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import torch
 from torch import Tensor
 
 from erlangen.gradients.filtered import KernelFilter, Projected
+from erlangen.gradients.kernels.filtered_maps import POINT, filtered_maps
 from erlangen.gradients.pieces import Dense, Piece, Weight, gram_is_cheaper, gram_norms, rescaled, unit_scale
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.rounding import weighed
-from erlangen.gradients.rules.conv import PLAIN, WINDOW_FLOATS, Conv
+from erlangen.gradients.rules.conv import PLAIN, WINDOW_FLOATS, Conv, Geometry
 from erlangen.gradients.sums import squared_norms
 from erlangen.gradients.tracing import as_on_gpu
 
@@ -138,6 +142,67 @@ class FilteredConv(Piece):
         entries = conv.tokens // conv.views * self.channels * (self.taps + self.kept)
         room = 1 << 27 if as_on_gpu(conv.d) else LONG * WINDOW_FLOATS * torch.get_num_threads()
         return max(1, room // max(1, entries))
+
+
+class FilteredMaps(Piece):
+    """Per-owner kernel gradients behind a filter, as those of a 1×1 convolution ``point`` of filtered maps [n·V, K·C, *S']."""
+
+    def __init__(self, point: Conv, by: KernelFilter, shape: tuple[int, ...], whole: Piece | None = None):
+        self.point, self.by, self.shape, self.whole = point, by, shape, whole
+
+    @classmethod
+    def of(cls, conv: Conv, by: KernelFilter) -> FilteredMaps:
+        columns = by.basis(conv.d.new_empty(0, dtype=torch.float32))[None]
+        g = conv.geometry
+        y = filtered_maps(conv.x, columns, g.kernel, g.stride, g.padding, g.dilation)  # type: ignore[arg-type]
+        shape = (conv.shape[0], y.shape[1], 1, 1)
+        return cls(Conv(y, conv.d, conv.views, shape, Geometry(*POINT, 1)), by, conv.shape, conv)
+
+    @property
+    def filter(self) -> KernelFilter:  # type: ignore[override]
+        return self.by
+
+    @property
+    def count(self) -> int:
+        return self.point.count
+
+    @property
+    def prefers_dense(self) -> bool:  # type: ignore[override]
+        return self.point.prefers_dense
+
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return self.point.guarded
+
+    def dense(self) -> Tensor:
+        return self.by.back(self._apart(self.point.dense()), self.shape)
+
+    def formed(self) -> Piece:
+        return Projected(Dense(self._apart(self.point.dense())), self.by, self.shape)
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        if weight is not self.by:
+            return super().norms_squared(weight)
+        squared = self.point.norms_squared()
+        self.measured_formed = self.point.measured_formed
+        return self.by.outward(squared, math.prod(self.shape[2:]))
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        self.point.measured_formed = self.measured_formed
+        return self.by.back(self._apart(self.point.weighted_sum(w)), self.shape)
+
+    def precise(self) -> FilteredMaps:
+        return FilteredMaps(self.point.precise(), self.by, self.shape)
+
+    def chunks(self) -> list[FilteredMaps]:  # type: ignore[override]
+        return [FilteredMaps(part, self.by, self.shape) for part in self.point.chunks()]
+
+    def zero(self, bad: Tensor) -> Piece:
+        return FilteredMaps(self.point.zero(bad), self.by, self.shape)
+
+    def _apart(self, g: Tensor) -> Tensor:
+        """Gradients [..., O, K·C, 1, 1] as coordinates [..., O, C, K]."""
+        return g.flatten(-3).unflatten(-1, (-1, self.shape[1])).mT
 
 
 def _energies(conv: Conv) -> Tensor:
