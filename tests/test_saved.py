@@ -11,19 +11,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from erlangen import PrivacyEngine
 from erlangen.accounting import EventError
 from erlangen.training.checkpoint import CheckpointError
+from erlangen.training.checkpoint import load as read
 from erlangen.training.checkpoint import save as save_run
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
 
 
-def private(seed=None, sigma=1.0, **options):
+def private(seed=None, sigma=1.0, fetchers=0, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     engine = PrivacyEngine(seed=seed)
     model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(X, Y), batch_size=10),
+        module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(X, Y), 10, num_workers=fetchers),
         noise_multiplier=sigma, max_grad_norm=0.5, **options,
     )  # fmt: skip
     return engine, model, optimizer, loader
@@ -51,6 +52,34 @@ def test_a_resumed_training_is_the_uninterrupted_one(options, tmp_path):
         assert torch.equal(a, b)
     assert second.accountant.history == engine.accountant.history
     assert second.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+
+
+def until(steps, engine, model, optimizer, loader):
+    while engine.accountant.steps < steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if engine.accountant.steps == steps:
+                break
+
+
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch": 2}], ids=str)
+def test_what_was_fetched_ahead_is_not_in_the_file(options, tmp_path):
+    """Of batches that are cut, how many are fetched tells how large they were; and a resumed training would leave them out."""
+    engine, *whole = private(seed=3, **options)
+    until(9, engine, *whole)
+    first, *parts = private(seed=3, fetchers=2, **options)
+    until(2, first, *parts)
+    assert first.training.sampler.step > 2, "nothing was fetched ahead"
+    first.save_checkpoint(path=tmp_path / "c", module=parts[0], optimizer=parts[1])
+    second, *rest = private(seed=3, **options)
+    second.load_checkpoint(path=tmp_path / "c", module=rest[0], optimizer=rest[1])
+    second.save_checkpoint(path=tmp_path / "again")
+    assert [read(tmp_path / name)["sampler"] for name in ("c", "again")] == [{"step": 2}] * 2
+    until(9, second, *rest)
+    for a, b in zip(whole[0].parameters(), rest[0].parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_unseeded_trainings_draw_other_noise_after_the_same_file(tmp_path):

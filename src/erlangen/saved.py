@@ -36,7 +36,7 @@ def save(path: str | os.PathLike[str], training: PrivateTraining, module: nn.Mod
         "mechanism": training.mechanism.state_dict(),
         "mechanism_name": training.mechanism.name,
         "noise_multiplier": training.mechanism.noise_multiplier,
-        "sampler": training.sampler.state_dict(),
+        "sampler": {**training.sampler.state_dict(), "step": training.place},
         "extra": dict(extra),
     }
     checkpoint.save(Path(path), state)
@@ -71,6 +71,7 @@ def load(path: str | os.PathLike[str], training: PrivateTraining, module: nn.Mod
     training.set_noise_multiplier(mechanism.noise_multiplier)  # forgets what a batch left behind
     mechanism.load_state_dict(state["mechanism"])
     training.sampler.load_state_dict(state["sampler"])
+    training.place = training.sampler.step
     extra: dict[str, Any] = state["extra"]
     return extra
 
