@@ -73,6 +73,12 @@ CASES = {
         regular_fields(D4, 1),
         SteerableConv2d(regular_fields(D4, 1), regular_fields(D4, 2), 3, basis="pixel", standardise=True),
     ),
+    "many fields": lambda: (
+        regular_fields(D4, 2), SteerableConv2d(regular_fields(D4, 2), regular_fields(D4, 9), 3, padding=1, standardise=True)
+    ),
+    "many fields, pixel": lambda: (
+        trivial_fields(G4, 3), SteerableConv2d(trivial_fields(G4, 3), regular_fields(G4, 8), 3, stride=2, basis="pixel")
+    ),
     "strided, dilated": lambda: (
         trivial_fields(G4, 2), SteerableConv2d(trivial_fields(G4, 2), regular_fields(G4, 1), 3, stride=2, dilation=2)
     ),

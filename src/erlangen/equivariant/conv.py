@@ -106,15 +106,17 @@ class SteerableConv2d(EquivariantModule):
     def coefficient_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` [..., n] from those w.r.t. the dense kernel [..., C_out, C_in/groups, k, k]."""
         with torch.autocast(self.weight.device.type, enabled=False):
-            pulled = self.expansion.pullback(gradient.to(self.weight.dtype))
-            return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
+            return self.standardised_gradient(self.expansion.pullback(gradient.to(self.weight.dtype)))
+
+    def standardised_gradient(self, pulled: Tensor) -> Tensor:
+        """Gradients w.r.t. ``weight`` [..., n] from those w.r.t. the coefficients that the kernel is expanded from."""
+        return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
 
     def contracted_gradient(self, windows: Tensor, cotangents: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` [n, θ] from input windows [n, T, C_in·k·k] and cotangents [n, T, C_out]; no groups."""
         with torch.autocast(self.weight.device.type, enabled=False):
             windows, cotangents = windows.to(self.weight.dtype), cotangents.to(self.weight.dtype)
-            pulled = self.expansion.contract(windows, cotangents)
-            return self.expansion.standardise_vjp(self.weight, pulled, self.eps) if self.standardise else pulled
+            return self.standardised_gradient(self.expansion.contract(windows, cotangents))
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``bias`` from gradients w.r.t. the dense bias [..., C_out]."""

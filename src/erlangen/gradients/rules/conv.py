@@ -111,9 +111,14 @@ class Conv(Piece):
             return self._dense_by_owner()
         if self.has_kernel():
             return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
-        flops = 2 * self.tokens * math.prod(self.shape)
-        small = flops < SMALL_OWNER and self.geometry.groups == 1
-        return self._dense_by_windows() if as_on_gpu(self.x) or small else self._dense_by_owner()
+        return self._dense_by_windows() if self.by_windows() else self._dense_by_owner()
+
+    def by_windows(self) -> bool:
+        """Whether products of windows are the way to the gradients, where no kernel is."""
+        if self.geometry.transposed or not self.count:
+            return False
+        small = 2 * self.tokens * math.prod(self.shape) < SMALL_OWNER and self.geometry.groups == 1
+        return as_on_gpu(self.x) or small
 
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
@@ -158,7 +163,7 @@ class Conv(Piece):
         return out
 
     def _dense_by_windows(self) -> Tensor:
-        if not self._channels_innermost():
+        if not self.channels_innermost():
             return self._product(last=False).view(self.count, *self.shape)
         return self.by_tap().unflatten(2, self.geometry.kernel).movedim(-1, 2)
 
@@ -231,10 +236,10 @@ class Conv(Piece):
     def gram(self) -> Tensor:
         (x, size_x), (d, size_d) = unit_scale(self.x, self.count), unit_scale(self.d, self.count)
         scaled = Conv(x, d, self.views, self.shape, self.geometry)
-        norms = gram_norms(*(scaled.windows_last() if self._channels_innermost() else scaled.windows()))
+        norms = gram_norms(*(scaled.windows_last() if self.channels_innermost() else scaled.windows()))
         return rescaled(norms.view(self.count, self.geometry.groups).sum(1), size_x, size_d)
 
-    def _channels_innermost(self) -> bool:
+    def channels_innermost(self) -> bool:
         """Which windows are copied faster. On a GPU channels-last is what the network stores."""
         g = self.geometry
         return g.groups == 1 and (as_on_gpu(self.x) or cheapest(self.x, self.d.shape[2:], g).last)

@@ -7,7 +7,6 @@ Registered by the import of `erlangen.equivariant`, so that models without such 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from erlangen.equivariant import bags
 from erlangen.equivariant.conv import SteerableConv2d
 from erlangen.equivariant.nonlinearities import NormNonlinearity, Pointwise
 from erlangen.equivariant.norms import EquivariantGroupNorm, FieldInstanceNorm
@@ -48,8 +48,8 @@ class Steerable(Piece):
     """Per-owner coefficient gradients: ``pull`` (linear) takes kernel gradients [n, O, C, k, k] to [n, coefficients].
 
     Coefficients are fewer than kernel entries by about the order of the group, so they are kept once formed; the
-    kernel gradients they come from exist a chunk of owners at a time. Where positions are few, ``contract`` takes windows
-    and cotangents to the coefficients without them.
+    kernel gradients they come from exist a chunk of owners at a time. ``direct`` goes from a chunk to its coefficients another
+    way, where there is one.
     """
 
     prefers_dense = True
@@ -59,17 +59,17 @@ class Steerable(Piece):
         conv: Conv | Windows,
         pull: Callable[[Tensor], Tensor],
         fused: Callable[[Tensor], Piece] | None = None,
-        contract: Callable[[Tensor, Tensor], Tensor] | None = None,
+        direct: Callable[[Conv], Tensor] | None = None,
     ) -> None:
-        self.conv, self.pull, self.fused, self.contract = conv, pull, fused, contract
+        self.conv, self.pull, self.fused, self.direct = conv, pull, fused, direct
 
     @property
     def count(self) -> int:
         return self.conv.count
 
     def dense(self) -> Tensor:
-        if self.contract is not None:
-            return torch.cat([self.contract(*part.windows()) for part in self.conv.chunks()])  # type: ignore[attr-defined]
+        if self.direct is not None:
+            return torch.cat([self.direct(part) for part in self.conv.chunks()])  # type: ignore[arg-type]
         return torch.cat([self.pull(part.dense()) for part in self.conv.chunks()])
 
     def formed(self) -> Piece:
@@ -82,13 +82,13 @@ class Steerable(Piece):
         return self.sum_of_formed(w) if self.measured_formed else self.pull(self.conv.weighted_sum(w))
 
     def precise(self) -> Piece:
-        return Steerable(self.conv.precise(), self.pull, None, self.contract)  # type: ignore[arg-type]
+        return Steerable(self.conv.precise(), self.pull, None, self.direct)  # type: ignore[arg-type]
 
     def chunks(self) -> list[Piece]:
-        return [Steerable(part, self.pull, None, self.contract) for part in self.conv.chunks()]  # type: ignore[arg-type]
+        return [Steerable(part, self.pull, None, self.direct) for part in self.conv.chunks()]  # type: ignore[arg-type]
 
     def zero(self, bad: Tensor) -> Piece:
-        return Steerable(self.conv.zero(bad), self.pull, None, self.contract)  # type: ignore[arg-type]
+        return Steerable(self.conv.zero(bad), self.pull, None, self.direct)  # type: ignore[arg-type]
 
 
 class Ordered(Piece):
@@ -141,9 +141,8 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         if weight.requires_grad:
             conv = of_kernel(saved[0], cotangent, views)
-            plain = isinstance(conv, Conv) and geometry.groups == 1
-            direct = plain and module.expansion.contraction_is_cheaper(views * math.prod(cotangent.shape[2:]))
-            yield weight, Steerable(conv, partial(_pull, module), fused, partial(_contract, module) if direct else None)
+            direct = partial(_direct, module) if isinstance(conv, Conv) and geometry.groups == 1 else None
+            yield weight, Steerable(conv, partial(_pull, module), fused, direct)
         if bias is not None and bias.requires_grad:
             yield bias, Dense(module.bias_gradient(over_views(over_positions(cotangent).to(bias.dtype), views)))
 
@@ -204,8 +203,14 @@ def _pull(module: SteerableConv2d, gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _contract(module: SteerableConv2d, windows: Tensor, cotangents: Tensor) -> Tensor:
-    return module.contracted_gradient(windows, cotangents)
+def _direct(module: SteerableConv2d, conv: Conv) -> Tensor:
+    """Where positions are few, without kernel gradients; where copies are tied, without those of all owners."""
+    if module.expansion.contraction_is_cheaper(conv.tokens):
+        return module.contracted_gradient(*conv.windows())
+    if conv.d.dtype == module.weight.dtype and bags.suits(conv, module.expansion):
+        with torch.autocast(conv.d.device.type, enabled=False):
+            return module.standardised_gradient(bags.coefficient_gradients(conv, module.expansion))
+    return module.coefficient_gradient(conv.dense())
 
 
 def conv_geometry(module: SteerableConv2d, x: Tensor) -> tuple[Tensor, Geometry]:
