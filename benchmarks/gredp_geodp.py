@@ -94,8 +94,8 @@ class Trial:
 
     @property
     def pair(self) -> str:
-        """The runs that share initial weights and batches."""
-        return f"{TASKS[self.task].base or self.task} {self.setting.removesuffix(' true').removesuffix(' claimed')} {self.seed}"
+        """The runs that share initial weights and batches: what is claimed with what is true at the same level."""
+        return f"{TASKS[self.task].base or self.task} {self.setting.replace('claimed', 'true').removesuffix(' true')} {self.seed}"
 
     def config(self, device: str) -> TrainConfig:
         pick = (self.length, self.bound, self.momentum)

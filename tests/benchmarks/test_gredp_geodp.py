@@ -172,6 +172,15 @@ def test_runs_of_a_seed_share_weights_and_batches_but_no_noise(data):
     assert 0.9 < float(noise.std()) / scale < 1.1
 
 
+@pytest.mark.parametrize("name", [n for n, task in tasks.TASKS.items() if any(s.endswith("claimed") for s in task.settings)])
+def test_what_is_claimed_is_paired_with_what_is_true(name):
+    """Differences of as-published rows to their rivals are of runs with the same weights and batches."""
+    task, pick = tasks.TASKS[name], (1.0, 1.0, 0.9)
+    pairs = {s: bench.Trial(name, next(iter(task.methods)), s, *pick, 0).pair for s in task.settings}
+    assert all(pairs[s] == pairs.get(s.replace("claimed", "true"), pairs[s]) for s in pairs)
+    assert len(set(pairs.values())) == len({s.replace("claimed", "true") for s in pairs}), "other levels have other batches"
+
+
 def test_differences_are_paired_by_seed():
     runs = [
         {"key": ["gredp-table1", m, "true", 1.0, 1.0, 0.9, s], "test_accuracy": v}

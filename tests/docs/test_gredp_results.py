@@ -262,6 +262,32 @@ def test_gredp_along_training(method: str) -> None:
     ]) == 1  # fmt: skip
 
 
+def methods_of(*tasks: str) -> set[str]:
+    """What the tasks whose names begin so have results of."""
+    return {row["key"][1] for row in measured("gredp")["runs"] if str(row["key"][0]).startswith(tasks)}
+
+
+def test_what_is_not_run() -> None:
+    """What the page lists as lacking is lacking in the files; what has been run since must leave the list."""
+    first = methods_of("gredp-table1", *TASKS.values())
+    assert rest("gredp.md", ["Table 1"]) == ["circulant layers with each layer clipped, and with AUTO-S"]
+    assert "AUTO-S, circulant" not in first
+    assert not {m for m in first if m.startswith((*TO_THE_LETTER,)) and m.endswith("circulant") and m not in LABELS}
+
+    assert rest("gredp.md", ["Table 2"]) == [
+        "CIFAR-100; Spectral-DP as published, and each layer clipped; DP-SGD without momentum and at a second C"
+    ]
+    assert {row["key"][1] for row in measured("gredp-transfer")["runs"]} == set(LABELS)
+
+    ablations = ("gredp-table3", "gredp-fig3", "gredp-fig4", "gredp-fig5")
+    (all_of_them,) = rest("gredp.md", ["Table 3, Figures 3 to 5"])
+    assert all_of_them == "circulant layers, each layer clipped; AUTO-S and DP-SGD without momentum, but at ε = 2 in Figure 3"
+    assert methods_of("gredp-table3", "gredp-fig4", "gredp-fig5") == set(ABLATED)
+    assert methods_of(*ablations) == {*ABLATED, "AUTO-S", "DP-SGD without momentum"}
+    assert {row["key"][2][:4] for row in measured("gredp")["runs"] if row["key"][0].startswith("gredp-fig3")} == {"ε=2 "}
+    assert set(content("gredp-fig3-lenet.json")["cells"]) == methods_of("gredp-fig3")
+
+
 # -- the pages of the methods ---------------------------------------------------------------------------------------
 
 
@@ -329,6 +355,9 @@ def test_from_which_size_circulant_layers_are_faster() -> None:
         smaller = [max(pair) for (kind, size, _), pair in ratios.items() if kind == layer and size < start]
         assert min(smaller) > 1
     assert f"smaller layers are slower, up to {max(max(pair) for pair in ratios.values()):.1f}×" in text
+    of_four = {size: pair for (kind, size, block), pair in ratios.items() if (kind, block) == ("conv 3×3", 4)}
+    found = [ratio for pair in of_four.values() for ratio in pair]
+    assert f"slower at all sizes measured (to {max(of_four)} channels), {min(found):.1f} to {max(found):.1f}×" in text
 
 
 def test_what_a_step_costs() -> None:

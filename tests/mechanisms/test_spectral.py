@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from erlangen import PrivacyEngine
 from erlangen.accounting import epsilon, gaussian
+from erlangen.audit.broken.randomness import SameForEveryLayer
 from erlangen.circulant.algebra import half_weights
 from erlangen.mechanisms import Context, Fourier, GaussianMechanism, StreamNoise, make_mechanism
 from erlangen.mechanisms.clipping import AdaptiveQuantile, Flat, PerLayer
@@ -125,6 +126,47 @@ def test_full_covariance_of_what_is_released(name, shape):
     assert float(values[:kept].min()) > 0.95 * (1.3 * 0.5) ** 2
     assert float(values[kept:].abs().max() if kept < values.numel() else 0.0) < 1e-8
     assert float(small.noise_std("k")) ** 2 == pytest.approx(float(want.diagonal()[0]))
+
+
+#: kernels, circulant rows and circulant kernels, of odd and even sizes, and what has no frequencies
+MIXED = {
+    "conv.weight": (2, 1, 3, 4), "conv.bias": (2,), "rows.weight": (1, 2, 4), "odd.weight": (1, 1, 5),
+    "blocks.weight": (1, 1, 2, 3, 2), "head.weight": (2, 3),
+}  # fmt: skip
+
+
+def whitened(mechanism, trials: int = 2000) -> tuple[torch.Tensor, torch.Tensor]:
+    """Releases of nothing, in all parameters together: the sample covariance in coordinates where the stated one is the
+    identity, and what came out along directions that are stated to be silent."""
+    mechanism.bind({name: torch.zeros(shape) for name, shape in MIXED.items()}, 4.0)
+    nothing = {name: torch.zeros(0, *shape) for name, shape in MIXED.items()}
+    rows = [torch.cat([t.flatten() for t in mechanism.release(nothing, 1.0).values()]) for _ in range(trials)]
+    values, vectors = torch.linalg.eigh(torch.block_diag(*[mechanism.covariance(name) for name in MIXED]))
+    live, drawn = values > 1e-9, torch.stack(rows).double()
+    white = drawn @ (vectors[:, live] / values[live].sqrt())
+    return white.T @ white / trials, drawn @ vectors[:, ~live]
+
+
+@pytest.mark.parametrize(("name", "rule", "options"), [
+    ("spectral", Flat, {}), ("spectral", PerLayer, {}), ("spectral", Flat, {"order": "clip-first"}),
+    ("spectral", PerLayer, {"as_published": True}), ("gredp", Flat, {}), ("gredp", PerLayer, {"as_published": "complex"}),
+    ("gredp", Flat, {"as_published": "real"}), ("gredp", PerLayer, {"as_published": "per-sample"}),
+])  # fmt: skip
+def test_full_covariance_of_all_parameters_together(name, rule, options):
+    """No direction across parameters has less noise than is stated: one draw for two of them would leave a difference bare."""
+    covariance, silent = whitened(build(name, 1.3, rule(0.5), **options))
+    d, trials = covariance.shape[0], 2000
+    least, limit = float(torch.linalg.eigvalsh(covariance)[0]), (1 - math.sqrt(d / trials) - 4 / math.sqrt(trials)) ** 2
+    assert least > limit
+    assert wrong_by(covariance, torch.eye(d, dtype=torch.float64), trials) < 5.5
+    assert not silent.numel() or float(silent.abs().max()) < 1e-5
+
+
+def test_one_draw_for_all_parameters_is_caught():
+    """The broken twin: every parameter by itself has the noise that is stated."""
+    covariance, _ = whitened(make_mechanism("gredp", Context(1.3, Flat(0.5), SameForEveryLayer(0), nn.Identity(), 4.0, {})))
+    assert float(covariance.diagonal().min()) > 0.9
+    assert float(torch.linalg.eigvalsh(covariance)[0]) < 1e-6
 
 
 def test_an_un_noised_last_bin_is_caught():
