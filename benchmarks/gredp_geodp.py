@@ -95,7 +95,8 @@ class Trial:
     @property
     def pair(self) -> str:
         """The runs that share initial weights and batches: what is claimed with what is true at the same level."""
-        return f"{TASKS[self.task].base or self.task} {self.setting.replace('claimed', 'true').removesuffix(' true')} {self.seed}"
+        task, level = TASKS[self.task], self.setting.replace("claimed", "true").removesuffix(" true")
+        return f"{task.beside or task.base or self.task} {level} {self.seed}"
 
     def config(self, device: str) -> TrainConfig:
         pick = (self.length, self.bound, self.momentum)
@@ -401,7 +402,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with mnist.npz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", default=DEFAULT, choices=list(TASKS))
+    parser.add_argument(
+        "--tasks", nargs="+", default=DEFAULT, choices=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}"
+    )
     parser.add_argument("--methods", nargs="+", help="only these of a task; all of them unless told")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tune-seeds", type=int, default=1)

@@ -181,6 +181,22 @@ def test_what_is_claimed_is_paired_with_what_is_true(name):
     assert len(set(pairs.values())) == len({s.replace("claimed", "true") for s in pairs}), "other levels have other batches"
 
 
+@pytest.mark.parametrize("name", [name for name, task in tasks.TASKS.items() if task.beside])
+def test_circulant_ablations_differ_in_their_layers_alone(name):
+    """The same settings, steps and batches of every method that the dense table has."""
+    task, pick = tasks.TASKS[name], (1.0, 1.0, 0.9)
+    plain = tasks.TASKS[task.beside]
+    assert {f"{method}, circulant" for method in plain.methods} == set(task.methods)
+    for method in plain.methods:
+        blocks = f"{method}, circulant"
+        assert task.fixed(blocks) == plain.fixed(method)
+        for setting in plain.where(method, tuple(plain.settings)):
+            here, there = bench.Trial(name, blocks, setting, *pick, 0), bench.Trial(plain.name, method, setting, *pick, 0)
+            assert here.pair == there.pair
+            assert here.family != there.family, "they do not train as one ensemble"
+            assert here.conditions == {**there.conditions, "model_options": {"circulant": 4}}
+
+
 def test_differences_are_paired_by_seed():
     runs = [
         {"key": ["gredp-table1", m, "true", 1.0, 1.0, 0.9, s], "test_accuracy": v}
