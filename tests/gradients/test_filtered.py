@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from erlangen.gradients import RowMap, Tape, attach, kernels, pieces
 from erlangen.gradients.attach import detach
 from erlangen.gradients.filtered import KernelFilter, Projected
-from erlangen.gradients.kernels import conv_unformed, filtered_maps
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, filtered_maps
 from erlangen.gradients.pieces import Dense, gram_norms, unit_scale
 from erlangen.gradients.precision import exact_float32
 from erlangen.gradients.rules import filtered
@@ -118,6 +118,7 @@ def test_the_kernel_is_its_twin(forced, name):
 def test_filtered_maps_have_the_norms_and_sums_of_what_the_filter_leaves(forced, name, way, outputs, monkeypatch):
     if way == "not formed":
         monkeypatch.setattr(conv_unformed, "cheaper", lambda *sizes: True)
+    monkeypatch.setattr(FilteredMaps, "are_fewer", lambda conv, by: True)
     views = 1 if way == "not formed" else 2  # of few positions
     conv = example(PLANES[name], outputs, views=views, dtype=HALF)
     conv = Conv(*(t.to(DEVICE, memory_format=torch.channels_last) for t in (conv.x, conv.d)), views, conv.shape, conv.geometry)
@@ -143,6 +144,37 @@ def test_filtered_maps_have_the_norms_and_sums_of_what_the_filter_leaves(forced,
         rest = piece.without(bad)
         close(rest.weighted_sum(w), piece.weighted_sum(torch.where(bad, 0.0, w)), 1e-4)
         assert float(rest.norms_squared(by)[bad].abs().max()) == 0.0
+
+
+def test_gradients_of_large_maps_are_formed_and_filtered(forced, monkeypatch):
+    """There filtered maps would have more numbers than gradients. What is kept of these is what is measured and added."""
+    monkeypatch.setattr(conv_gradient, "worth_it", lambda *sizes: True)
+    conv = example(PLANES["plain"], 40, dtype=HALF)
+    conv = Conv(*(t.to(DEVICE, memory_format=torch.channels_last) for t in (conv.x, conv.d)), 2, conv.shape, conv.geometry)
+    geometry, by = low_pass(conv.shape)
+    whole = conv.filtered(by)
+    assert isinstance(whole, FilteredConv)
+    assert whole.prefers_dense
+    piece = whole.formed()
+    assert piece.coordinates.g.dtype == HALF
+    exact = Conv(conv.x.double(), conv.d.double(), 2, conv.shape, conv.geometry).dense()
+    kept, near = geometry.inverse("k", geometry.forward("k", exact)), 8 * torch.finfo(HALF).eps
+    with exact_float32():
+        close(piece.dense(), kept, near)
+        norms = piece.norms_squared(by)
+        for k in range(conv.count):
+            added = piece.weighted_sum(torch.eye(conv.count, device=DEVICE)[k])
+            assert added.dtype == torch.float32
+            close(added, kept[k], near)
+            assert float(added.double().norm()) <= float(norms[k].sqrt()) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("outputs", "size", "few"), [(64, 4, True), (64, 16, False), (256, 16, True)])
+def test_whichever_has_fewer_numbers_is_stored(outputs, size, few):
+    conv = Conv(torch.zeros(2, 8, size, size), torch.zeros(2, outputs, size, size), 1, (outputs, 8, 3, 3), GEOMETRIES["plain"])
+    _, by = low_pass(conv.shape)
+    maps, gradients = 5 * 8 * size**2, 9 * 8 * outputs
+    assert FilteredMaps.are_fewer(conv, by) == few == (maps < gradients)
 
 
 def test_what_the_filter_removes_cannot_hide_in_filtered_maps(forced):

@@ -93,7 +93,7 @@ class Conv(Piece):
 
         if self.geometry.groups > 1 or self.geometry.transposed or not self.count:
             return self
-        return FilteredMaps.of(self, by) if self._for_kernels() else FilteredConv(self, by)
+        return FilteredMaps.of(self, by) if self._for_kernels() and FilteredMaps.are_fewer(self, by) else FilteredConv(self, by)
 
     @property
     def euclidean_only(self) -> bool:  # type: ignore[override]

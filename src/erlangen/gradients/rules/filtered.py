@@ -9,7 +9,8 @@ What is added up is filtered before it is added, so that nothing outside the kep
 rounding of a filtered window is that of the whole window; norms from Gram matrices are rounded outwards by it.
 
 Where a GPU's kernels take 16-bit products no window is formed. There the maps are filtered, once, into K channels for each
-of theirs, and what is left is a 1×1 convolution: norms and sums read the very same filtered numbers.
+of theirs, and what is left is a 1×1 convolution: norms and sums read the very same filtered numbers. On large maps, of more
+numbers than gradients have, gradients are formed and filtered.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class FilteredConv(Piece):
     def coordinates(self) -> Tensor:
         """[n, O, C, K]"""
         conv = self.conv
+        if conv.has_kernel():
+            return (self.by.basis(conv.d).T @ conv.by_tap()).mT
         if self.shape[0] <= FEW_OUTPUTS:
             return conv.dense().flatten(3) @ self.by.basis(conv.d)
         d, (size, windows) = conv.cotangents().squeeze(1), self._windows(conv)
@@ -157,6 +160,11 @@ class FilteredMaps(Piece):
         y = filtered_maps(conv.x, columns, g.kernel, g.stride, g.padding, g.dilation)  # type: ignore[arg-type]
         shape = (conv.shape[0], y.shape[1], 1, 1)
         return cls(Conv(y, conv.d, conv.views, shape, Geometry(*POINT, 1)), by, conv.shape, conv)
+
+    @staticmethod
+    def are_fewer(conv: Conv, by: KernelFilter) -> bool:
+        """Whether filtered maps have fewer numbers than gradients before the filter: both are written once and read."""
+        return conv.tokens * by.basis(conv.d).shape[1] < math.prod(conv.shape[2:]) * conv.shape[0]
 
     @property
     def filter(self) -> KernelFilter:  # type: ignore[override]
