@@ -31,9 +31,11 @@ class Standardisation:
 
 
 def reference(
-    kernels: Tensor, source: Tensor, scale: Tensor | None, jacobian: Standardisation | None
-) -> tuple[Tensor, Tensor]:
-    """([n, fields, L], ‖·‖² [n]). kernels: [n, fields, copies, entries]; ``source`` [copies, L] names the entries."""
+    kernels: Tensor, source: Tensor, scale: Tensor | None, jacobian: Standardisation | None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """([n, fields, L] in ``dtype``, ‖·‖² [n] of what that holds). kernels: [n, fields, copies, entries]; ``source`` [copies, L]
+    names the entries."""
     index = source.expand(*kernels.shape[:2], *source.shape).long()
     v = kernels.float().gather(-1, index).sum(2)
     if scale is not None:
@@ -41,7 +43,8 @@ def reference(
     if jacobian is not None:
         w = v - jacobian.b * (v * jacobian.u).sum(-1, keepdim=True)
         v = jacobian.s[:, None] * (w - jacobian.a * (w * jacobian.a).sum(-1, keepdim=True))
-    return v, v.square().sum((1, 2))
+    v = v.to(dtype)
+    return v, v.float().square().sum((1, 2))
 
 
 if HAS_TRITON:
@@ -69,19 +72,22 @@ if HAS_TRITON:
             v -= along * tl.load(b + field * L + j, mask=inside, other=0.0)
             mean = tl.load(a + j, mask=inside, other=0.0)
             v = tl.load(s + field) * (v - mean * tl.sum(v * mean, 0))
-        tl.store(out + (owner * FIELDS + field) * L + j, v, mask=inside)
+        stored = v.to(out.dtype.element_ty)
+        tl.store(out + (owner * FIELDS + field) * L + j, stored, mask=inside)
+        v = stored.to(tl.float32)
         tl.store(norms + owner * FIELDS + field, tl.sum(v * v, 0))
 
 
 def tied_sum(
-    kernels: Tensor, source: Tensor, scale: Tensor | None, jacobian: Standardisation | None
-) -> tuple[Tensor, Tensor]:
+    kernels: Tensor, source: Tensor, scale: Tensor | None, jacobian: Standardisation | None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `reference`. kernels must be contiguous; ``source`` is int32."""
     if len(kernels) > ROWS:
-        return whole(tied_sum(part, source, scale, jacobian) for part in kernels.split(ROWS))
+        return whole(tied_sum(part, source, scale, jacobian, dtype) for part in kernels.split(ROWS))
     owners, fields, copies, entries = kernels.shape
     length = source.shape[1]
-    out = torch.empty(owners, fields, length, device=kernels.device, dtype=torch.float32)
+    out = torch.empty(owners, fields, length, device=kernels.device, dtype=dtype)
     norms = torch.empty(owners, fields, device=kernels.device, dtype=torch.float32)
     nothing = norms
     j = jacobian
