@@ -7,8 +7,9 @@ threshold) leaves something of B in every record's gradient. So does what multip
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,12 @@ Back = Callable[[int, float], list[dict[int, Tensor]]]
 
 def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction: str, devices: set[torch.device]) -> None:
     """Raise unless row 0 gets back the same of a loss that is reduced so, over ``few`` rows and over ``more``, small or large."""
-    if reduction == "mean" and not any(_rounds_or_undoes(m) for m in module.modules()):
+    if reduction == "mean":
         own = back(few, 1.0)
-        for scale in (SMALL, LARGE):
-            if not _alike(own, back(few, scale), 1.0, 1.0 / scale):
+        for scale in () if _in_16_bits(own) else (SMALL, LARGE):  # those are refused at the step
+            with _told(module, scale):
+                other = back(few, scale)
+            if not _alike(own, other, 1.0, 1.0 / scale):
                 raise MixesSamples(THRESHOLD.format(where="through the module"))
     over = lambda rows: float(rows) if reduction == "mean" else 1.0  # noqa: E731
     for scale in (1.0, LARGE):  # a bound is seen where it is exceeded
@@ -62,10 +65,17 @@ def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction:
             raise MixesSamples(_COUNTED)
 
 
-def _rounds_or_undoes(m: nn.Module) -> bool:
-    """16-bit layers are refused at the step; a layer that knows of the mean may undo it."""
-    rounds = any(p.element_size() == 2 for p in m.parameters(recurse=False))
-    return rounds or bool(getattr(m, "undoes_means", False))
+@contextlib.contextmanager
+def _told(module: nn.Module, scale: float) -> Iterator[None]:
+    """Inside, layers that know what a mean divides by know what this loss is multiplied by: their bounds go along."""
+    knowing = [m for m in module.modules() if getattr(m, "undoes_means", False)]
+    for m in knowing:
+        m.bound *= scale
+    try:
+        yield
+    finally:
+        for m in knowing:
+            m.bound /= scale
 
 
 def _in_16_bits(cotangents: list[dict[int, Tensor]]) -> bool:
