@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from erlangen.accounting import certificate
+from erlangen.accounting import certificate, verify
 from erlangen.accounting.ledger import Ledger
 from erlangen.data import Dataset
 from erlangen.sampling import Units
@@ -122,11 +122,17 @@ def _require_same_releases(session: Session, folder: Path, ledger: Ledger) -> No
 
 
 def finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
-    """The summary of a run with nothing left to do, whose certificate counts what its ledger counts."""
+    """The summary of a run with nothing left to do, if it promises what the certificate promises, which holds and counts what the
+    ledger counts: where it does not, both are written again."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        certified = certificate.load(folder / "certificate.json")["steps"]
-        if summary["steps"] != session.step_count or certified != ledger.book.steps:
+        certified = certificate.load(folder / "certificate.json")
+        if summary["steps"] != session.step_count or certified["steps"] != ledger.book.steps:
+            return None
+        promised = certified["guarantee"]["epsilon"], certified["delta"], certified["unit"]
+        if promised != tuple(summary["guarantee"][name] for name in ("epsilon", "delta", "unit")):
+            return None
+        if verify(folder / "certificate.json", page=False):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
