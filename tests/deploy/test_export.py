@@ -243,7 +243,7 @@ def test_an_exported_file_claims_what_verifies(trained, tmp_path):
 
 
 def test_an_exported_file_claims_nothing_of_weights_that_no_certificate_names(trained, tmp_path):
-    """The ε of a certificate went with any weights beside it, where it named none and its ledger, which says that it does, was gone."""
+    """The ε of a certificate went with any weights, where it named none and its ledger, which says that it does, was gone."""
     run_folder = shutil.copytree(trained, tmp_path / "run")
     for name in ("ledger.jsonl", "ledger.jsonl.copy"):
         (run_folder / name).unlink()

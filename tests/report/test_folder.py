@@ -66,7 +66,7 @@ def test_a_summary_that_contradicts_its_certificate_is_not_believed(copy, change
 
 @pytest.mark.parametrize("unit", ["record", "patient"])
 def test_what_validation_on_the_records_of_the_training_spent_is_in_what_a_run_spent(trained, unit):
-    """Of patients it was said that each is protected with the ε of training alone, where all of their records were validated, too."""
+    """Of patients it was said that each is protected with the ε of training alone, where all of their records were validated."""
     run = read(trained)
     assert run.certificate is not None
     of_units = dataclasses.replace(run, certificate={**run.certificate, "unit": unit})
