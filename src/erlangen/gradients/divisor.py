@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction:
 @contextlib.contextmanager
 def _told(module: nn.Module, scale: float) -> Iterator[None]:
     """Inside, layers that know what a mean divides by know what this loss is multiplied by: their bounds go along."""
-    knowing = [m for m in module.modules() if getattr(m, "undoes_means", False)]
+    knowing: list[Any] = [m for m in module.modules() if getattr(m, "undoes_means", False)]
     for m in knowing:
         m.bound *= scale
     try:
