@@ -111,6 +111,31 @@ def test_thresholds_on_the_way_back_of_a_mean_are_refused(name):
     private(records(), copy.deepcopy(THRESHOLDS[name]), poisson_sampling=False)  # as many in every batch
 
 
+class OwnLoss(nn.Module):
+    """Returns a mean loss and nothing else, or keeps one for the loop to add, by a way that its answers do not go."""
+
+    def __init__(self, hook, kept: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.side, self.hook, self.kept = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3), hook, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        side = self.side(hidden)
+        if side.requires_grad and self.hook is not None:
+            side.register_hook(self.hook)
+        self.aside = loss = side.square().sum(1).mean()
+        return self.head(hidden) if self.kept else loss
+
+
+@pytest.mark.filterwarnings("ignore:whether every layer sees the records")
+@pytest.mark.parametrize("kept", [False, True])
+def test_thresholds_on_the_way_back_of_a_mean_that_the_module_takes_are_refused(kept):
+    with pytest.raises(MixesSamples, match="not in proportion to what the loss sends"):
+        private(records(), OwnLoss(sparse, kept))
+    private(records(), OwnLoss(lambda g: 3 * g, kept))
+    private(records(), OwnLoss(sparse, kept), loss_reduction="sum")
+
+
 def test_a_threshold_beside_a_cut_for_means_is_refused():
     """One layer that knows what a mean divides by hid all others that do not."""
     for bound in (1e-3, 1.0, 1e3):

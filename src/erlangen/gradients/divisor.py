@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,12 +49,7 @@ Back = Callable[[int, float], list[dict[int, Tensor]]]
 def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction: str, devices: set[torch.device]) -> None:
     """Raise unless row 0 gets back the same of a loss that is reduced so, over ``few`` rows and over ``more``, small or large."""
     if reduction == "mean":
-        own = back(few, 1.0)
-        for scale in () if _in_16_bits(own) else (SMALL, LARGE):  # those are refused at the step
-            with _told(module, scale):
-                other = back(few, scale)
-            if not _alike(own, other, 1.0, 1.0 / scale):
-                raise MixesSamples(THRESHOLD.format(where="through the module"))
+        check_proportion(module, partial(back, few))
     over = lambda rows: float(rows) if reduction == "mean" else 1.0  # noqa: E731
     for scale in (1.0, LARGE):  # a bound is seen where it is exceeded
         try:
@@ -64,6 +60,16 @@ def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction:
         precision = (NOISE_16, APART_16) if _in_16_bits(own) else (NOISE,)
         if not _alike(own, other, over(few), over(more), *precision):
             raise MixesSamples(_COUNTED)
+
+
+def check_proportion(module: nn.Module, back: Callable[[float], list[dict[int, Tensor]]]) -> None:
+    """Raise unless row 0 gets back as many times more as the ends are multiplied by."""
+    own = back(1.0)
+    for scale in () if _in_16_bits(own) else (SMALL, LARGE):  # those are refused at the step
+        with _told(module, scale):
+            other = back(scale)
+        if not _alike(own, other, 1.0, 1.0 / scale):
+            raise MixesSamples(THRESHOLD.format(where="through the module"))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients.divisor import check_divisor
+from erlangen.gradients.divisor import check_divisor, check_proportion
 from erlangen.gradients.fewer import MixesSamples, watched_rows
 from erlangen.gradients.memory import Memory, answers_of, restore
 from erlangen.gradients.tape import Tape
@@ -41,7 +41,7 @@ def check_backward(
             leaves = {rows: answers_of(module, (more_rows(t, rows) for t in inputs)) for rows in (few, more)}
             columns = _by_row(leaves)
             watch.row, watch.rows_expected = None, few
-            _check_losses(module, tuple(more_rows(t, few) for t in inputs), leaves, watch, start)
+            _check_losses(module, tuple(more_rows(t, few) for t in inputs), leaves, watch, start, reduction)
             if not columns:
                 warnings.warn(_ORDER_UNSEEN, stacklevel=2)
                 return
@@ -79,22 +79,27 @@ def _check_cotangents(
 
 
 def _check_losses(
-    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: Memory
-) -> None:
-    """Where the module returns or keeps a loss of the whole batch: the gradient of one row is the same, whatever others hold."""
+    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: Memory,
+    reduction: str | None,
+) -> None:  # fmt: skip
+    """Where the module returns or keeps a loss of the whole batch: the gradient of one row is the same, whatever others hold; and
+    under a mean in proportion to what the loss is multiplied by."""
     single = lambda t: isinstance(t, Tensor) and t.requires_grad and t.ndim == 0  # noqa: E731
     places = [k for k, column in enumerate(zip(*returned.values())) if all(map(single, column))]
     if not places:
         return
     unused = ((row, 1.0, tuple(all_unused(t, row) for t in inputs)) for row in watched_rows(inputs))
-    own = _cotangents(module, inputs, watch, start, lambda leaf: leaf, places)
+    back = lambda batch, scale: _cotangents(module, batch, watch, start, lambda leaf: leaf * scale, places)  # noqa: E731
+    own = back(inputs, 1.0)
     for row, _, batch in itertools.chain(variants(inputs), unused):
-        if not _alike_in(row, own, _cotangents(module, batch, watch, start, lambda leaf: leaf, places)):
+        if not _alike_in(row, own, back(batch, 1.0)):
             raise MixesSamples(
                 "the module returns (or keeps in an attribute) a loss of the whole batch in which the gradient of one record "
                 "changes with the others: a mean over the labels that are not ignored divides by how many the batch has, say. Let "
                 "it return the logits, and take the mean over each record by itself; a term that is not trained on is detached."
             )
+    if reduction == "mean":
+        check_proportion(module, partial(back, inputs))
 
 
 def _others_times(scale: float, row: int, leaf: Tensor) -> Tensor:
