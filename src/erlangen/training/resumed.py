@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,16 +130,19 @@ def finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] |
         certified = certificate.load(folder / "certificate.json")
         if summary["steps"] != session.step_count or certified["steps"] != ledger.book.steps:
             return None
-        promised = certified["guarantee"]["epsilon"], certified["delta"], certified["unit"]
-        if promised != tuple(summary["guarantee"][name] for name in ("epsilon", "delta", "unit")):
-            return None
-        if verify(folder / "certificate.json", page=False):
+        if not _promises_the_same(summary["guarantee"], certified) or verify(folder / "certificate.json", page=False):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not (folder / "weights.safetensors").is_file() or allowed_steps(session, ledger) > 0:
         return None
     return {**summary, "complete": True}
+
+
+def _promises_the_same(told: dict[str, Any], certified: dict[str, Any]) -> bool:
+    spent = certified["guarantee"]["epsilon"].items()
+    near = (value is None or math.isclose(float(told["epsilon"][method]), float(value), rel_tol=1e-3) for method, value in spent)
+    return (told["delta"], told["unit"]) == (certified["delta"], certified["unit"]) and all(near)
 
 
 def why_complete(summary: dict[str, Any]) -> str:
