@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from erlangen.gradients.draws import Drawn, along
 from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
 from erlangen.gradients.problems import where
-from erlangen.gradients.trace import Trace, own_copies, same, trace
+from erlangen.gradients.trace import Trace, own_copies, paired, same, trace
 from erlangen.streams import seed_layers
 
 #: the first and the last record, by their place among those that are watched, and the batch without the one at the other end
@@ -93,7 +93,7 @@ def _some(inputs: tuple[Tensor, ...], part: slice) -> tuple[Tensor, ...]:
 
 
 def _require_alike_in_fewer(first: Trace, second: Trace, place: int) -> None:
-    culprit = next((a for a, b in zip(first.calls, second.calls, strict=False) if not a.alike_in_fewer(b, place)), None)
+    culprit = next((a for a, b in paired(first, second) if not a.alike_in_fewer(b, place)), None)
     if culprit is not None:
         raise MixesSamples(
             f"{where(culprit.path, culprit.module)} mixes samples: its output for one record changes with how many records "
@@ -128,7 +128,7 @@ def _check_drawn(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -
             _require_alike_in_fewer(first, second, place)
             apart = Drawn(value, devices, watched[place], along(every.shapes, fewer.shapes, rows))
             third = traced(inputs, [watched[place]], apart)
-            pairs = zip(first.calls, third.calls, strict=False) if third else ()
+            pairs = paired(first, third) if third else ()
             culprit = next((a for a, b in pairs if not a.same(b, place)), None)
             if culprit is not None:
                 raise MixesSamples(

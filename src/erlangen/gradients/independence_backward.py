@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients.divisor import check_divisor, check_proportion
+from erlangen.gradients.divisor import Cotangents, check_divisor, check_proportion
 from erlangen.gradients.fewer import MixesSamples, watched_rows
 from erlangen.gradients.memory import Memory, answers_of, restore
-from erlangen.gradients.tape import Tape
+from erlangen.gradients.tape import Pieces, Tape, leaves_of
 from erlangen.gradients.trace import alike_if_padded, own_copies
 from erlangen.gradients.variants import all_unused, more_rows, unlike, variants
 from erlangen.streams import seed_layers
@@ -34,6 +34,7 @@ def check_backward(
     if is_attached(module):
         return
     watch = _Watch({n: p for n, p in module.named_parameters() if p.requires_grad}, batch_first=batch_first)
+    watch.whose = {}
     attach(module, watch)
     try:
         with torch.enable_grad():
@@ -54,7 +55,7 @@ def check_backward(
             if reduction is not None:
                 whole, devices = tuple(more_rows(t, more) for t in inputs), {t.device for t in inputs if t.is_cuda}
 
-                def back(rows: int, scale: float) -> _Cotangents:
+                def back(rows: int, scale: float) -> Cotangents:
                     watch.row, watch.rows_expected = None, rows
                     some = tuple(t[:rows] if t.ndim else t for t in whole)
                     return _cotangents(module, some, watch, start, partial(_uneven, scale), columns)
@@ -112,24 +113,25 @@ def _uneven(scale: float, leaf: Tensor) -> Tensor:
     return (leaf * weights).sum() * scale
 
 
-#: of each layer, by row, what came back to those that are watched
-_Cotangents = list[dict[int, Tensor]]
-
-
 def _cotangents(
     module: nn.Module, batch: tuple[Tensor, ...], watch: _Watch, start: Memory, end: Callable[[Tensor], Tensor], places: list[int]
-) -> _Cotangents:
+) -> Cotangents:
     """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
     restore(module, start)
     seed_layers(0)
-    watch.seen, watch.kept = [], watched_rows(batch)
+    watch.seen, watch.whose, watch.kept = {}, {}, watched_rows(batch)
     leaves = answers_of(module, own_copies(batch))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
 
 
-def _alike_in(row: int, own: _Cotangents, other: _Cotangents) -> bool:
-    return all(alike_if_padded(a[row], b[row]) for a, b in zip(own, other, strict=False))
+def _alike_in(row: int, own: Cotangents, other: Cotangents) -> bool:
+    """The calls of each layer, the first with the first; what is called for others alone sends nothing back to the row."""
+    return all(
+        alike_if_padded(a[row], b[row]) if a and b else not bool((a or b)[row].any())
+        for layer in own.keys() | other.keys()
+        for a, b in itertools.zip_longest(reversed(own.get(layer, [])), reversed(other.get(layer, [])))
+    )
 
 
 def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
@@ -145,16 +147,25 @@ class _Watch(Tape):
     row: int | None = 0
     rows_expected = 0
     kept: Sequence[int] = ()
-    seen: _Cotangents
+    seen: Cotangents
+    #: the parameters behind each use of a layer
+    whose: dict[Pieces, tuple[int, ...]]
+
+    def tap(
+        self, out: Tensor, saved: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...], pieces: Pieces, batch_dim: int = 0
+    ) -> Tensor:
+        trained = (p for p in parameters if p is not None and p.requires_grad)
+        self.whose[pieces] = tuple(id(leaf) for p in trained for leaf in leaves_of(p))  # a computed weight is another each time
+        return super().tap(out, saved, parameters, pieces, batch_dim)
 
     def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        self._look(cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
+        self._look(self.whose.get(use.pieces), cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
 
     def _capture_rows(self, per_row: Any, count: int, batch: int) -> None:
-        for g in per_row.values():
-            self._look(g)
+        for parameter, g in per_row.items():
+            self._look(id(parameter), g)
 
-    def _look(self, by_row: Tensor) -> None:
+    def _look(self, layer: Hashable, by_row: Tensor) -> None:
         if by_row.shape[0] != self.rows_expected:
             raise MixesSamples(
                 f"a layer sees {by_row.shape[0]} rows where the batch has {self.rows_expected}: its gradients cannot be told "
@@ -162,7 +173,7 @@ class _Watch(Tape):
                 "positional tables a batch dimension, e.g. positions.expand(len(x), -1)."
             )
         if self.row is None:
-            self.seen.append({row: by_row[row].detach().clone() for row in self.kept})
+            self.seen.setdefault(layer, []).append({row: by_row[row].detach().clone() for row in self.kept})
             return
         others = by_row.detach().reshape(len(by_row), -1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
         others[self.row] = 0

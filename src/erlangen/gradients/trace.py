@@ -82,6 +82,15 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> 
             hook.remove()
 
 
+def paired(first: Trace, second: Trace) -> Iterator[tuple[Call, Call]]:
+    """The calls of each module in two passes, the first with the first, and so on: which modules are called at all, and how often,
+    may depend on the records."""
+    others: dict[str, list[Call]] = {}
+    for call in reversed(second.calls):
+        others.setdefault(call.path, []).append(call)
+    return ((call, others[call.path].pop()) for call in first.calls if others.get(call.path))
+
+
 def own_copies(inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:
     """For a module that may change what it is given: the next pass begins with the same."""
     return (t.clone() for t in inputs)
