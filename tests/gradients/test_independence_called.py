@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,8 +93,32 @@ class EarlyExit(nn.Module):
         return early if bool(sure.all()) else torch.where(sure, early, self.c(torch.relu(self.b(h))))
 
 
-@pytest.mark.parametrize("module", [Halting(), EarlyExit()], ids=["halting", "early exit"])
-def test_layers_that_are_called_for_others_alone_are_accepted(module):
+class Dropped(nn.Module):
+    """Leaves layers out by chance, for all alike, as transformers do it: with numbers of Python or of numpy."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers, self.head, self.draw = nn.ModuleList(nn.Linear(5, 5) for _ in range(5)), nn.Linear(5, 3), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or self.draw() > 0.3:
+                x = x + torch.relu(layer(x))
+        return self.head(x)
+
+
+OTHERS_ALONE = {
+    "halting": Halting(), "early exit": EarlyExit(), "python": Dropped(lambda: random.random()),
+    "numpy": Dropped(lambda: np.random.rand()),  # noqa: NPY002
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", OTHERS_ALONE.values(), ids=OTHERS_ALONE)
+def test_layers_that_are_called_for_others_alone_or_by_chance_are_accepted(module):
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for seed in range(3):
         torch.manual_seed(seed)
         private(records(), copy.deepcopy(module), loss_reduction="sum")
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002

@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, watched_rows
 from erlangen.gradients.independence_backward import check_backward
-from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
+from erlangen.gradients.memory import (
+    Memory,
+    attributes_untouched,
+    draw_again,
+    modes_untouched,
+    remembered,
+    restore,
+    untouched,
+)
 from erlangen.gradients.precision import no_ten_bits
 from erlangen.gradients.problems import where
 from erlangen.gradients.trace import Trace, own_copies, paired, same, trace
@@ -114,7 +122,7 @@ def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             try:
                 for training, batch in ((True, seen), (False, inputs)):
                     module.train(training)
-                    torch.manual_seed(0)
+                    draw_again()
                     out = module(*own_copies(batch))
             except Exception:  # of a module for batches of one size, say: its own call will tell
                 continue

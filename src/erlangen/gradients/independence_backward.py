@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from erlangen.gradients.divisor import Cotangents, check_divisor, check_proportion
 from erlangen.gradients.fewer import MixesSamples, watched_rows
-from erlangen.gradients.memory import Memory, answers_of, restore
+from erlangen.gradients.memory import Memory, answers_of, draw_again, restore
 from erlangen.gradients.tape import Pieces, Tape, leaves_of
 from erlangen.gradients.trace import alike_if_padded, own_copies
 from erlangen.gradients.variants import all_unused, more_rows, unlike, variants
-from erlangen.streams import seed_layers
 
 _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
@@ -118,7 +117,7 @@ def _cotangents(
 ) -> Cotangents:
     """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
     restore(module, start)
-    seed_layers(0)
+    draw_again()
     watch.seen, watch.whose, watch.kept = {}, {}, watched_rows(batch)
     leaves = answers_of(module, own_copies(batch))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
