@@ -139,6 +139,40 @@ def test_what_cannot_be_called_is_said():
         private(nn.Linear(6, 2), [{"inputs": x, "meta": "text"} for x in X])
 
 
+class Converts(nn.Module):
+    """Takes what it is given in its own precision, as networks in 16 bits often do."""
+
+    def __init__(self, precision, spoilt=False):
+        super().__init__()
+        self.layers, self.precision, self.spoilt = nn.Linear(6, 2).to(precision), precision, spoilt
+
+    def forward(self, x):
+        out = self.layers(x.to(self.precision)).float()
+        return out / out.std() if self.spoilt else out
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16])
+def test_a_module_that_converts_what_it_is_given_is_checked_as_any_other(precision, data):
+    """It was told to convert the data, which it does; and data in bfloat16 ended in an error about a ScalarType."""
+
+    def private(module):
+        optimizer, loader = torch.optim.SGD(module.parameters(), 0.1), DataLoader(TensorDataset(X.to(data), Y), batch_size=8)
+        return PrivacyEngine().make_private(
+            module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="sum"
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module, optimizer, loader = private(Converts(precision))
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y, reduction="sum").backward()
+        optimizer.step()
+    with pytest.raises(MixesSamples):
+        private(Converts(precision, spoilt=True))
+
+
 class TimeMajor(nn.Module):
     """Turns the batch to the second place inside; ``length`` tokens."""
 

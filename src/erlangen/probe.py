@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from erlangen.gradients.memory import attributes_untouched, untouched
+from erlangen.gradients.variants import can_take
 from erlangen.sampling.labels import unlabelled
 from erlangen.sampling.records import fetched
 
@@ -65,11 +66,11 @@ def forms(module: nn.Module, loader: DataLoader) -> list[Form]:
     device = next(module.parameters()).device
     made: list[Form] = []
     for call, tensors, left in _ways(module, batch):
-        if not made and isinstance(call, type(module)):
-            _refuse_precision(module, tensors[0])
         inputs = tuple(torch.randn_like(t) if t.is_floating_point() else t for t in tensors)
         targets = tuple(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, left))
         made.append(Form(call, tuple(t.to(device) for t in inputs), targets))
+        if len(made) == 1 and isinstance(call, type(module)):
+            _refuse_precision(module, made[0].inputs)
     return made
 
 
@@ -137,9 +138,11 @@ def _all_tensors(values: Any) -> bool:
     return all(isinstance(t, Tensor) and t.ndim and len(t) == ROWS for t in values)
 
 
-def _refuse_precision(module: nn.Module, first: Tensor) -> None:
-    floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
-    if first.is_floating_point() and first.dtype not in floating and not torch.is_autocast_enabled():
+def _refuse_precision(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Data of another precision than the parameters', unless the module converts it by itself."""
+    first, floating = inputs[0], [p.dtype for p in module.parameters() if p.is_floating_point()]
+    other = first.is_floating_point() and first.dtype not in floating and not torch.is_autocast_enabled()
+    if other and not can_take(module, inputs):
         raise TypeError(
             f"the data is {first.dtype} but the module's parameters are {floating[0]}: convert one, e.g. x.to({floating[0]})"
         )

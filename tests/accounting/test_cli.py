@@ -354,6 +354,10 @@ def test_validation_releases_count_for_their_data(call, run_folder):
     named = call("account", run_folder / "ledger.jsonl", "--json")
     assert named["epsilon"] == out["epsilon"], "whoever names the file of a run's ledger means the run"
     assert call("account", run_folder, run_folder / "ledger.jsonl", "--json")["epsilon"] == out["epsilon"], "and counts it once"
+    (link := run_folder.parent / "elsewhere.jsonl").symlink_to(run_folder / "ledger.jsonl")
+    for other in (link, run_folder / "ledger.jsonl.copy"):
+        assert call("account", other, run_folder, "--json")["epsilon"] == out["epsilon"], other
+        assert call("account", other, "--single-copy", "--json")["epsilon"] == out["epsilon"], other
 
 
 def test_calibrate_says_why_no_step_fits(call):

@@ -21,6 +21,7 @@ from erlangen.circulant import make_circulant
 from erlangen.data.preprocessing import Preprocessing
 from erlangen.deploy import export as exporting
 from erlangen.deploy.card import ModelCard
+from erlangen.deploy.claim import OTHERS, claim
 from erlangen.deploy.export import _Pipeline, export
 from erlangen.deploy.fold import ExportError, fold, plain
 from erlangen.deploy.source import run_source, source, state
@@ -239,6 +240,20 @@ def test_an_exported_file_claims_what_verifies(trained, tmp_path):
     assert "on the records of the training" in found["validation"]
     (bare / "certificate.json").unlink()
     assert claimed(bare)["epsilon"] is None
+
+
+def test_an_exported_file_claims_nothing_of_weights_that_no_certificate_names(trained, tmp_path):
+    """The ε of a certificate went with any weights, where it named none and its ledger, which says that it does, was gone."""
+    run_folder = shutil.copytree(trained, tmp_path / "run")
+    for name in ("ledger.jsonl", "ledger.jsonl.copy"):
+        (run_folder / name).unlink()
+    named = claim(run_folder)
+    assert (named["ledger_compared"], claim(trained)["ledger_compared"]) == (False, True)
+    document = json.loads((run_folder / "certificate.json").read_text())
+    del document["weights"]
+    (run_folder / "certificate.json").write_text(json.dumps(document))
+    assert named["epsilon"] is not None
+    assert claim(run_folder) == {"epsilon": None, "note": OTHERS}
 
 
 def test_a_run_exports_to_source_that_stands_alone(trained, tmp_path):

@@ -83,11 +83,23 @@ def test_a_threshold_inside_a_mean_loss_is_refused():
     private(records(), criterion=lambda outputs, targets: F.cross_entropy(outputs, targets))
 
 
+class Frozen(nn.Module):
+    """A layer in 16 bits that does not train: nothing comes back through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5).bfloat16().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.bfloat16()).float()
+
+
 THRESHOLDS = {
     "sparse": Hooked(sparse), "clamp": Hooked(lambda g: g.clamp(-1e-3, 1e-3)), "sign": Hooked(torch.sign),
     "rounded": Hooked(behind=Rounds()), "by row": Hooked(lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-9)),
     "large ones": Hooked(lambda g: g.clamp(-100, 100)), "summed": Hooked(behind=BackwardClip(1.0, "sum")),
     "dropout": nn.Sequential(Hooked(lambda g: g.clamp(-1e-3, 1e-3)), nn.Dropout(0.5)),
+    "behind frozen 16 bits": nn.Sequential(Frozen(), Hooked(sparse)),
 }  # fmt: skip
 
 
@@ -97,6 +109,41 @@ def test_thresholds_on_the_way_back_of_a_mean_are_refused(name):
         private(records(), copy.deepcopy(THRESHOLDS[name]))
     private(records(), copy.deepcopy(THRESHOLDS[name]), loss_reduction="sum")
     private(records(), copy.deepcopy(THRESHOLDS[name]), poisson_sampling=False)  # as many in every batch
+
+
+class OwnLoss(nn.Module):
+    """Returns a mean loss and nothing else, or keeps one for the loop to add, by a way that its answers do not go."""
+
+    def __init__(self, hook, kept: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.side, self.hook, self.kept = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3), hook, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        side = self.side(hidden)
+        if side.requires_grad and self.hook is not None:
+            side.register_hook(self.hook)
+        self.aside = loss = side.square().sum(1).mean()
+        return self.head(hidden) if self.kept else loss
+
+
+@pytest.mark.filterwarnings("ignore:whether every layer sees the records")
+@pytest.mark.parametrize("kept", [False, True])
+def test_thresholds_on_the_way_back_of_a_mean_that_the_module_takes_are_refused(kept):
+    with pytest.raises(MixesSamples, match="not in proportion to what the loss sends"):
+        private(records(), OwnLoss(sparse, kept))
+    private(records(), OwnLoss(lambda g: 3 * g, kept))
+    private(records(), OwnLoss(sparse, kept), loss_reduction="sum")
+
+
+def test_a_threshold_beside_a_cut_for_means_is_refused():
+    """One layer that knows what a mean divides by hid all others that do not."""
+    for bound in (1e-3, 1.0, 1e3):
+        cut = BackwardClip(bound)
+        private(records(), nn.Sequential(Hooked(), cut, nn.Linear(3, 3)))
+        assert cut.bound == bound
+        with pytest.raises(MixesSamples, match="not in proportion to what the loss sends"):
+            private(records(), nn.Sequential(Hooked(sparse), BackwardClip(bound), nn.Linear(3, 3)))
 
 
 COUNTED = {"times": Hooked(lambda g: g * len(g)), "divided": Hooked(lambda g: g / g.shape[0])}
@@ -118,6 +165,7 @@ def test_a_cut_for_means_under_a_sum_is_refused():
 
 
 PROPORTIONAL = {
+    "frozen 16 bits": nn.Sequential(Frozen(), Hooked()),
     "scaled": Hooked(lambda g: 3 * g), "reversed": Hooked(torch.neg), "relu": Hooked(behind=nn.ReLU()),
     "deep": nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(5, 5), nn.Sigmoid()))),
     "softmax": Hooked(behind=nn.Softmax(-1)), "one": nn.Sequential(nn.Linear(5, 1), nn.LayerNorm(1), nn.Linear(1, 3)),

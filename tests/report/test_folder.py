@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
 
 import pytest
 
+from erlangen.accounting.certificate_beside import Validation
 from erlangen.accounting.words import upper
 from erlangen.report import ReportError, build, collect, read, render
 from erlangen.report.privacy import statement
@@ -60,6 +62,27 @@ def test_a_summary_that_contradicts_its_certificate_is_not_believed(copy, change
     run = read(copy)
     assert run.epsilon == math.inf
     assert "in summary.json" in statement(run).sentences[0]
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
+def test_what_validation_on_the_records_of_the_training_spent_is_in_what_a_run_spent(trained, unit):
+    """Of patients it was said that each is protected with the ε of training alone, where all of their records were validated."""
+    run = read(trained)
+    assert run.certificate is not None
+    of_units = dataclasses.replace(run, certificate={**run.certificate, "unit": unit})
+    for beyond in (20.0, math.inf):  # with_training: ∞ where units are not records
+        spent = dataclasses.replace(of_units, validation=Validation(beyond, True, "two releases more"))
+        assert spent.spent == beyond
+        said = statement(spent)
+        assert ("no finite ε holds" in said.headline) == (beyond == math.inf)
+        assert f"By training alone ε = {upper(run.epsilon, 3)}" in " ".join(said.sentences) or beyond < math.inf
+    assert dataclasses.replace(of_units, validation=Validation(math.inf, False, "on others")).spent == run.epsilon
+
+
+def test_validation_that_cannot_be_read_is_not_taken_for_none(copy):
+    (copy / "validation-ledger.jsonl").write_text("torn")
+    assert read(copy).problems == ()
+    assert read(copy).spent == math.inf
 
 
 def test_an_unfinished_run_is_not_reported_on(copy):

@@ -327,6 +327,23 @@ def test_a_finished_run_is_complete_and_stays_as_it_is(tmp_path):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("forged", ["summary.json", "certificate.json", "weights.safetensors"])
+def test_a_finished_run_does_not_repeat_what_its_ledger_contradicts(forged, tmp_path):
+    """Who resumed a finished run was told ε = 0.1 by an edited summary.json."""
+    folder = tmp_path / "run"
+    done = run.train(SMALL, folder)
+    if forged.endswith(".json"):
+        document = json.loads((folder / forged).read_text())
+        document["guarantee"]["epsilon"] = {"pld": 0.1, "rdp": 0.1}
+        (folder / forged).write_text(json.dumps(document))
+    else:
+        (folder / forged).write_bytes(b"another model")
+    assert run.resume(folder).summary["guarantee"] == done.summary["guarantee"]
+    assert json.loads((folder / "summary.json").read_text())["guarantee"] == done.summary["guarantee"]
+    assert certificate_check.verify(folder / "certificate.json") == []
+    assert read_ledger(folder / "ledger.jsonl").steps == 8
+
+
 def test_damage_to_the_ledger_is_said_counted_and_certified(tmp_path):
     folder, said = tmp_path / "run", []
     interrupted(folder, 4, dataclasses.replace(SMALL, epsilon=None, noise_multiplier=1.0))

@@ -458,3 +458,19 @@ def test_where_nobody_is_drawn_a_row_of_nobody_stands_in(views, monkeypatch):
             assert all(torch.equal(p, q) for p, q in zip(session.model.parameters(), before, strict=True))
     assert nobody > 1
     assert bool(torch.isfinite(flat(session)).all())
+
+
+def test_a_judge_of_whom_nobody_is_drawn_decides_by_noise_alone(monkeypatch):
+    """The second sample of a selective update may be empty, too: the same network ended the run there."""
+    monkeypatch.setitem(_MODELS, "flattens", Flattens)
+    config = dataclasses.replace(
+        SMALL, model="flattens", batch=1, steps=6, epsilon=None, noise_multiplier=1.0, selective=True
+    )
+    session, drawn = Session(config), []
+    assert session.judge is not None
+    losses = session.judge.losses
+    monkeypatch.setattr(session.judge, "losses", lambda units: drawn.append(len(found := losses(units))) or found)
+    for _ in range(6):
+        session.step()
+    assert 0 in drawn
+    assert max(drawn) > 0

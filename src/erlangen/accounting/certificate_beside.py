@@ -74,7 +74,7 @@ class Validation:
     epsilon: float
     """Of training and validation together, for a record that is among both; ∞ where they do not add up."""
     on_training: bool
-    """Whether it was on the very records of the training, so that each of them has spent that."""
+    """Whether it was on the very records of the training, so that each of them has spent that; or nobody knows."""
     words: str
 
 
@@ -88,7 +88,7 @@ def validated(
     try:
         book = read_ledger(ledger, single_copy)
     except (LedgerError, ValueError, OSError) as error:
-        return Validation(math.inf, False, f"what validation cost beyond the certificate is not known: {error}")
+        return Validation(math.inf, True, f"what validation cost beyond the certificate is not known: {error}")
     if not book.steps:
         return None
     data = document["data"].get("fingerprint")

@@ -87,9 +87,12 @@ class Spent:
 
 
 def ledger_path(run: str | os.PathLike[str]) -> Path:
-    """The ledger of a run: the path of its folder, or of the ledger itself."""
+    """The ledger of a run: the path of its folder, or of the ledger itself, of its second copy, or of a link to either."""
     path = Path(run)
-    return path / LEDGER_NAME if path.is_dir() else path
+    if path.is_dir():
+        return path / LEDGER_NAME
+    file = path.resolve() if path.is_symlink() else path
+    return file.with_name(file.name.removesuffix(copy_path("").name))
 
 
 def ledgers_of(run: str | os.PathLike[str]) -> list[Path]:

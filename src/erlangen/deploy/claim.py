@@ -11,11 +11,12 @@ from erlangen.accounting.words import in_json
 from erlangen.deploy.fold import ExportError
 
 NOTHING = "there was no certificate beside the run, so nothing is claimed"
+OTHERS = "the certificate beside the run does not say of which weights it speaks, so nothing is claimed of these"
 
 
 def claim(run: Path) -> dict[str, Any]:
-    """The verified guarantee, with what validation on the training's records cost beyond it. A certificate that does not hold
-    stops the export: whoever gets the file has nothing to compare its ε with."""
+    """The verified guarantee, with what validation on the training's records cost beyond it, and whether it was compared with a
+    ledger. A certificate that does not hold stops the export: whoever gets the file has nothing to compare its ε with."""
     path = run / "certificate.json"
     if not path.is_file():
         return {"epsilon": None, "note": NOTHING}
@@ -25,12 +26,14 @@ def claim(run: Path) -> dict[str, Any]:
             f"the certificate of {run} does not hold, and an exported file would repeat its ε: {found.problems[0]}. See erlangen "
             f"verify {quote(str(run))}; without certificate.json the file claims nothing"
         )
+    if found.certified is None or not found.certified["weights_compared"]:
+        return {"epsilon": None, "note": OTHERS}
     document = certificate.load(path)
     # seeded noise can be drawn again, and statistics without a guarantee may be about: ε alone would say too much
     said = {
         "epsilon": document["guarantee"]["epsilon"], "delta": document["delta"], "unit": document["unit"],
         "neighbouring": document["neighbouring"], "randomness": document["randomness"].removesuffix(": not for release"),
-        "non_private": document["non_private"],
+        "non_private": document["non_private"], "ledger_compared": found.certified["ledger_compared"],
     }  # fmt: skip
     beyond = found.validation
     if beyond is None:

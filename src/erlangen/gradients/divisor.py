@@ -7,8 +7,11 @@ threshold) leaves something of B in every record's gradient. So does what multip
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +42,16 @@ _COUNTED = (
     "record more changes the gradients of all others. Let it use a constant, or take it out."
 )
 
-#: of each layer, by row, what came back in a pass over so many rows, the ends being multiplied by a number
-Back = Callable[[int, float], list[dict[int, Tensor]]]
+#: by layer, of each of its calls, the last first: by row, what came back
+Cotangents = dict[Hashable, list[dict[int, Tensor]]]
+#: in a pass over so many rows, the ends being multiplied by a number
+Back = Callable[[int, float], Cotangents]
 
 
 def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction: str, devices: set[torch.device]) -> None:
     """Raise unless row 0 gets back the same of a loss that is reduced so, over ``few`` rows and over ``more``, small or large."""
-    if reduction == "mean" and not any(_rounds_or_undoes(m) for m in module.modules()):
-        own = back(few, 1.0)
-        for scale in (SMALL, LARGE):
-            if not _alike(own, back(few, scale), 1.0, 1.0 / scale):
-                raise MixesSamples(THRESHOLD.format(where="through the module"))
+    if reduction == "mean":
+        check_proportion(module, partial(back, few))
     over = lambda rows: float(rows) if reduction == "mean" else 1.0  # noqa: E731
     for scale in (1.0, LARGE):  # a bound is seen where it is exceeded
         try:
@@ -62,26 +64,44 @@ def check_divisor(module: nn.Module, back: Back, few: int, more: int, reduction:
             raise MixesSamples(_COUNTED)
 
 
-def _rounds_or_undoes(m: nn.Module) -> bool:
-    """16-bit layers are refused at the step; a layer that knows of the mean may undo it."""
-    rounds = any(p.element_size() == 2 for p in m.parameters(recurse=False))
-    return rounds or bool(getattr(m, "undoes_means", False))
+def check_proportion(module: nn.Module, back: Callable[[float], Cotangents]) -> None:
+    """Raise unless row 0 gets back as many times more as the ends are multiplied by."""
+    own = back(1.0)
+    for scale in () if _in_16_bits(own) else (SMALL, LARGE):  # those are refused at the step
+        with _told(module, scale):
+            other = back(scale)
+        if not _alike(own, other, 1.0, 1.0 / scale):
+            raise MixesSamples(THRESHOLD.format(where="through the module"))
 
 
-def _in_16_bits(cotangents: list[dict[int, Tensor]]) -> bool:
-    return any(t.element_size() == 2 for rows in cotangents for t in rows.values())
+@contextlib.contextmanager
+def _told(module: nn.Module, scale: float) -> Iterator[None]:
+    """Inside, layers that know what a mean divides by know what this loss is multiplied by: their bounds go along."""
+    knowing: list[Any] = [m for m in module.modules() if getattr(m, "undoes_means", False)]
+    for m in knowing:
+        m.bound *= scale
+    try:
+        yield
+    finally:
+        for m in knowing:
+            m.bound /= scale
+
+
+def _in_16_bits(cotangents: Cotangents) -> bool:
+    return any(t.element_size() == 2 for calls in cotangents.values() for rows in calls for t in rows.values())
 
 
 def _alike(
-    a: list[dict[int, Tensor]], b: list[dict[int, Tensor]], times_a: float, times_b: float, share: float = 0.0,
-    apart: float = 1e-4,
-) -> bool:  # fmt: skip
+    a: Cotangents, b: Cotangents, times_a: float, times_b: float, share: float = 0.0, apart: float = 1e-4
+) -> bool:
     """Of row 0, where it is no less than a share of the largest of all layers, and neither too large nor too small for float32."""
-    rows = [(one[0].double() * times_a, other[0].double() * times_b) for one, other in zip(a, b, strict=False)]
+    if {layer: len(calls) for layer, calls in a.items()} != {layer: len(calls) for layer, calls in b.items()}:
+        return False
+    called = [pair for layer, calls in a.items() for pair in zip(calls, b[layer], strict=True)]
+    rows = [(one[0].double() * times_a, other[0].double() * times_b) for one, other in called]
     sizes = [[float(t.abs().max()) if t.numel() else 0.0 for t in pair] for pair in rows]
     finite = [all(map(math.isfinite, pair)) for pair in sizes]
     least = share * max((max(pair) for pair, held in zip(sizes, finite, strict=True) if held), default=0.0)
     least = max(least, LEAST * max(times_a, times_b, 1.0))
-    return all(
-        alike_if_padded(*pair, apart) for pair, size, held in zip(rows, sizes, finite, strict=True) if held and max(size) >= least
-    )
+    pairs = zip(rows, sizes, finite, strict=True)
+    return all(alike_if_padded(*pair, apart) for pair, size, held in pairs if held and max(size) >= least)

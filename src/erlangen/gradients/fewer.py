@@ -9,10 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients.draws import Drawn, along
-from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
+from erlangen.gradients.memory import (
+    Memory,
+    attributes_untouched,
+    draw_again,
+    modes_untouched,
+    remembered,
+    restore,
+    untouched,
+)
 from erlangen.gradients.problems import where
-from erlangen.gradients.trace import Trace, own_copies, same, trace
-from erlangen.streams import seed_layers
+from erlangen.gradients.trace import Trace, own_copies, paired, same, trace
 
 #: the first and the last record, by their place among those that are watched, and the batch without the one at the other end
 ENDS = ((0, 0, slice(None, -1)), (1, -1, slice(1, None)))
@@ -62,14 +69,14 @@ def check_parts(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     drawn. Weights are moved before, because what follows them (power iteration) may have arrived."""
     with modes_untouched(module), untouched(module), attributes_untouched(module):
         module.train()
-        seed_layers(0)
+        draw_again()
         module(*own_copies(inputs))  # what is made once is there
         with torch.no_grad():
             for p in filter(torch.is_floating_point, module.parameters()):
                 p.add_(torch.randn_like(p), alpha=0.1)
         after: list[dict[str, Tensor]] = []
         for _ in range(2):
-            seed_layers(0)
+            draw_again()
             module(*own_copies(inputs))
             after.append({name: t.detach().clone() for name, t in remembered(module)})
     once, twice = after
@@ -93,7 +100,7 @@ def _some(inputs: tuple[Tensor, ...], part: slice) -> tuple[Tensor, ...]:
 
 
 def _require_alike_in_fewer(first: Trace, second: Trace, place: int) -> None:
-    culprit = next((a for a, b in zip(first.calls, second.calls, strict=False) if not a.alike_in_fewer(b, place)), None)
+    culprit = next((a for a, b in paired(first, second) if not a.alike_in_fewer(b, place)), None)
     if culprit is not None:
         raise MixesSamples(
             f"{where(culprit.path, culprit.module)} mixes samples: its output for one record changes with how many records "
@@ -128,7 +135,7 @@ def _check_drawn(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) -
             _require_alike_in_fewer(first, second, place)
             apart = Drawn(value, devices, watched[place], along(every.shapes, fewer.shapes, rows))
             third = traced(inputs, [watched[place]], apart)
-            pairs = zip(first.calls, third.calls, strict=False) if third else ()
+            pairs = paired(first, third) if third else ()
             culprit = next((a for a, b in pairs if not a.same(b, place)), None)
             if culprit is not None:
                 raise MixesSamples(

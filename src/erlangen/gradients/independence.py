@@ -18,10 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from erlangen.gradients.fewer import MixesSamples, check_fewer, check_state, watched_rows
 from erlangen.gradients.independence_backward import check_backward
-from erlangen.gradients.memory import Memory, attributes_untouched, modes_untouched, remembered, restore, untouched
+from erlangen.gradients.memory import (
+    Memory,
+    attributes_untouched,
+    draw_again,
+    modes_untouched,
+    remembered,
+    restore,
+    untouched,
+)
 from erlangen.gradients.precision import no_ten_bits
 from erlangen.gradients.problems import where
-from erlangen.gradients.trace import Call, own_copies, same, trace
+from erlangen.gradients.trace import Trace, own_copies, paired, same, trace
 from erlangen.gradients.variants import SCALES, changed, more_rows, not_finite, padded, told_apart, unlike, variants
 
 #: rows of one more experiment, with so many numbers at most: some modules mix where there are many (chunks of 16, say)
@@ -67,7 +75,7 @@ def _check_outputs(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory)
             if when:  # it raises where a record is not finite: then nothing is released
                 continue
             raise
-        for a, b in zip(first.calls, second.calls, strict=False):
+        for a, b in paired(first, second):
             if not a.same(b, watched.index(row)):
                 raise MixesSamples(
                     f"{where(a.path, a.module)} mixes samples: its output for one record changes with the other records of the "
@@ -86,18 +94,18 @@ def _check_many(module: nn.Module, inputs: tuple[Tensor, ...], start: Memory) ->
         return
     batch, ends = tuple(more_rows(t, rows) for t in inputs), [0, rows - 1]
 
-    def traced(batch: tuple[Tensor, ...], watched: list[int]) -> list[Call]:
+    def traced(batch: tuple[Tensor, ...], watched: list[int]) -> Trace:
         restore(module, start)
         try:
             with attributes_untouched(module):
-                return trace(module, batch, watched).calls
+                return trace(module, batch, watched)
         except Exception:  # of a module for batches of one size, say: its own call will tell
-            return []
+            return Trace([], False)
 
     first = traced(batch, ends)
     for place, row in enumerate(ends):
         second = traced(tuple(changed(t, SCALES[0], row) for t in batch), [row])
-        culprit = next((a for a, b in zip(first, second) if not a.same(b, place)), None)
+        culprit = next((a for a, b in paired(first, second) if not a.same(b, place)), None)
         if culprit is not None:
             raise MixesSamples(
                 f"{where(culprit.path, culprit.module)} mixes samples in larger batches: in one of {rows} records its output for "
@@ -114,7 +122,7 @@ def _check_answers(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             try:
                 for training, batch in ((True, seen), (False, inputs)):
                     module.train(training)
-                    torch.manual_seed(0)
+                    draw_again()
                     out = module(*own_copies(batch))
             except Exception:  # of a module for batches of one size, say: its own call will tell
                 continue

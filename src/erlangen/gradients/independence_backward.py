@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from erlangen.gradients.divisor import check_divisor
+from erlangen.gradients.divisor import Cotangents, check_divisor, check_proportion
 from erlangen.gradients.fewer import MixesSamples, watched_rows
-from erlangen.gradients.memory import Memory, answers_of, restore
-from erlangen.gradients.tape import Tape
+from erlangen.gradients.memory import Memory, answers_of, draw_again, restore
+from erlangen.gradients.tape import Pieces, Tape, leaves_of
 from erlangen.gradients.trace import alike_if_padded, own_copies
 from erlangen.gradients.variants import all_unused, more_rows, unlike, variants
-from erlangen.streams import seed_layers
 
 _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
@@ -34,6 +33,7 @@ def check_backward(
     if is_attached(module):
         return
     watch = _Watch({n: p for n, p in module.named_parameters() if p.requires_grad}, batch_first=batch_first)
+    watch.whose = {}
     attach(module, watch)
     try:
         with torch.enable_grad():
@@ -41,7 +41,7 @@ def check_backward(
             leaves = {rows: answers_of(module, (more_rows(t, rows) for t in inputs)) for rows in (few, more)}
             columns = _by_row(leaves)
             watch.row, watch.rows_expected = None, few
-            _check_losses(module, tuple(more_rows(t, few) for t in inputs), leaves, watch, start)
+            _check_losses(module, tuple(more_rows(t, few) for t in inputs), leaves, watch, start, reduction)
             if not columns:
                 warnings.warn(_ORDER_UNSEEN, stacklevel=2)
                 return
@@ -54,7 +54,7 @@ def check_backward(
             if reduction is not None:
                 whole, devices = tuple(more_rows(t, more) for t in inputs), {t.device for t in inputs if t.is_cuda}
 
-                def back(rows: int, scale: float) -> _Cotangents:
+                def back(rows: int, scale: float) -> Cotangents:
                     watch.row, watch.rows_expected = None, rows
                     some = tuple(t[:rows] if t.ndim else t for t in whole)
                     return _cotangents(module, some, watch, start, partial(_uneven, scale), columns)
@@ -79,22 +79,27 @@ def _check_cotangents(
 
 
 def _check_losses(
-    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: Memory
-) -> None:
-    """Where the module returns or keeps a loss of the whole batch: the gradient of one row is the same, whatever others hold."""
+    module: nn.Module, inputs: tuple[Tensor, ...], returned: dict[int, list[Any]], watch: _Watch, start: Memory,
+    reduction: str | None,
+) -> None:  # fmt: skip
+    """Where the module returns or keeps a loss of the whole batch: the gradient of one row is the same, whatever others hold; and
+    under a mean in proportion to what the loss is multiplied by."""
     single = lambda t: isinstance(t, Tensor) and t.requires_grad and t.ndim == 0  # noqa: E731
     places = [k for k, column in enumerate(zip(*returned.values())) if all(map(single, column))]
     if not places:
         return
     unused = ((row, 1.0, tuple(all_unused(t, row) for t in inputs)) for row in watched_rows(inputs))
-    own = _cotangents(module, inputs, watch, start, lambda leaf: leaf, places)
+    back = lambda batch, scale: _cotangents(module, batch, watch, start, lambda leaf: leaf * scale, places)  # noqa: E731
+    own = back(inputs, 1.0)
     for row, _, batch in itertools.chain(variants(inputs), unused):
-        if not _alike_in(row, own, _cotangents(module, batch, watch, start, lambda leaf: leaf, places)):
+        if not _alike_in(row, own, back(batch, 1.0)):
             raise MixesSamples(
                 "the module returns (or keeps in an attribute) a loss of the whole batch in which the gradient of one record "
                 "changes with the others: a mean over the labels that are not ignored divides by how many the batch has, say. Let "
                 "it return the logits, and take the mean over each record by itself; a term that is not trained on is detached."
             )
+    if reduction == "mean":
+        check_proportion(module, partial(back, inputs))
 
 
 def _others_times(scale: float, row: int, leaf: Tensor) -> Tensor:
@@ -107,24 +112,25 @@ def _uneven(scale: float, leaf: Tensor) -> Tensor:
     return (leaf * weights).sum() * scale
 
 
-#: of each layer, by row, what came back to those that are watched
-_Cotangents = list[dict[int, Tensor]]
-
-
 def _cotangents(
     module: nn.Module, batch: tuple[Tensor, ...], watch: _Watch, start: Memory, end: Callable[[Tensor], Tensor], places: list[int]
-) -> _Cotangents:
+) -> Cotangents:
     """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
     restore(module, start)
-    seed_layers(0)
-    watch.seen, watch.kept = [], watched_rows(batch)
+    draw_again()
+    watch.seen, watch.whose, watch.kept = {}, {}, watched_rows(batch)
     leaves = answers_of(module, own_copies(batch))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
 
 
-def _alike_in(row: int, own: _Cotangents, other: _Cotangents) -> bool:
-    return all(alike_if_padded(a[row], b[row]) for a, b in zip(own, other, strict=False))
+def _alike_in(row: int, own: Cotangents, other: Cotangents) -> bool:
+    """The calls of each layer, the first with the first; what is called for others alone sends nothing back to the row."""
+    return all(
+        alike_if_padded(a[row], b[row]) if a and b else not bool((a or b)[row].any())
+        for layer in own.keys() | other.keys()
+        for a, b in itertools.zip_longest(reversed(own.get(layer, [])), reversed(other.get(layer, [])))
+    )
 
 
 def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
@@ -140,16 +146,25 @@ class _Watch(Tape):
     row: int | None = 0
     rows_expected = 0
     kept: Sequence[int] = ()
-    seen: _Cotangents
+    seen: Cotangents
+    #: the parameters behind each use of a layer
+    whose: dict[Pieces, tuple[int, ...]]
+
+    def tap(
+        self, out: Tensor, saved: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...], pieces: Pieces, batch_dim: int = 0
+    ) -> Tensor:
+        trained = (p for p in parameters if p is not None and p.requires_grad)
+        self.whose[pieces] = tuple(id(leaf) for p in trained for leaf in leaves_of(p))  # a computed weight is another each time
+        return super().tap(out, saved, parameters, pieces, batch_dim)
 
     def _capture(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        self._look(cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
+        self._look(self.whose.get(use.pieces), cotangent.movedim(use.batch_dim, 0) if use.batch_dim else cotangent)
 
     def _capture_rows(self, per_row: Any, count: int, batch: int) -> None:
-        for g in per_row.values():
-            self._look(g)
+        for parameter, g in per_row.items():
+            self._look(id(parameter), g)
 
-    def _look(self, by_row: Tensor) -> None:
+    def _look(self, layer: Hashable, by_row: Tensor) -> None:
         if by_row.shape[0] != self.rows_expected:
             raise MixesSamples(
                 f"a layer sees {by_row.shape[0]} rows where the batch has {self.rows_expected}: its gradients cannot be told "
@@ -157,7 +172,7 @@ class _Watch(Tape):
                 "positional tables a batch dimension, e.g. positions.expand(len(x), -1)."
             )
         if self.row is None:
-            self.seen.append({row: by_row[row].detach().clone() for row in self.kept})
+            self.seen.setdefault(layer, []).append({row: by_row[row].detach().clone() for row in self.kept})
             return
         others = by_row.detach().reshape(len(by_row), -1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
         others[self.row] = 0

@@ -5,13 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import random
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from erlangen.streams import seed_layers
 
 
 class Memory(NamedTuple):
@@ -29,11 +33,21 @@ def untouched(module: nn.Module) -> Iterator[Memory]:
     extra = {path: copy.deepcopy(m.get_extra_state()) for path, m in _with_extra_state(module)}
     start = Memory({name: t.detach().clone() for name, t in _own(module)}, extra)
     devices = list({b.device for b in module.parameters() if b.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what modules draw from)
     with torch.random.fork_rng(devices=devices), _as_written():
         try:
             yield start
         finally:
             restore(module, start)
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+def draw_again() -> None:
+    """Inside `untouched`: from here on a module draws what it drew in the pass before."""
+    seed_layers(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
 
 
 @contextlib.contextmanager

@@ -257,7 +257,7 @@ class Tape(PrivateMeans):
         if not wanted:
             return out
         # leaves only: backward would free the graph of a computed weight, which is pulled back afterwards
-        present = [leaf for p in wanted for leaf in ([p] if p.is_leaf else _leaves(p))]
+        present = [leaf for p in wanted for leaf in leaves_of(p)]
         self._note_rounding(None, out)
         use = _Use(self, pieces, batch_dim, len(saved), len(saved) + len(present))
         return _Tap.apply(use, out, *saved, *present)
@@ -347,7 +347,7 @@ class Tape(PrivateMeans):
     def _finish(self) -> None:
         """At the end of backward: gradients of computed weights are pulled back to the parameters behind them."""
         for target, piece in self._derived:
-            behind = [target] if target.is_leaf else _leaves(target)
+            behind = leaves_of(target)
             leaves = [p for p in behind if id(p) in self._names]
             if any(id(p) not in self._names and id(p) not in self._ignored for p in behind):
                 raise RuntimeError(_LATECOMER)
@@ -399,8 +399,10 @@ def _pull_back(target: Tensor, leaves: list[Tensor], piece: Piece) -> list[Tenso
         )
 
 
-def _leaves(t: Tensor) -> list[Tensor]:
-    """The leaf tensors that a computed tensor depends on."""
+def leaves_of(t: Tensor) -> list[Tensor]:
+    """The leaf tensors that a computed tensor depends on; of a leaf, itself."""
+    if t.is_leaf:
+        return [t]
     found, seen, stack = [], set(), [t.grad_fn]
     while stack:
         node = stack.pop()

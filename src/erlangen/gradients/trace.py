@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from erlangen.streams import seed_layers
+from erlangen.gradients.memory import draw_again
 
 
 class Call(NamedTuple):
@@ -71,7 +71,7 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> 
         hooks.append(m.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         hooks.append(m.register_forward_hook(note, with_kwargs=True))
     try:
-        seed_layers(0)
+        draw_again()
         before = _random_states(inputs)
         # in training as training does it: a module may keep, or mix, only where gradients are asked for
         with torch.set_grad_enabled(module.training):
@@ -80,6 +80,15 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], watched: list[int]) -> 
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def paired(first: Trace, second: Trace) -> Iterator[tuple[Call, Call]]:
+    """The calls of each module in two passes, the first with the first, and so on: which modules are called at all, and how often,
+    may depend on the records."""
+    others: dict[str, list[Call]] = {}
+    for call in reversed(second.calls):
+        others.setdefault(call.path, []).append(call)
+    return ((call, others[call.path].pop()) for call in first.calls if others.get(call.path))
 
 
 def own_copies(inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ def told_apart(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, .
     apart = tuple(_one_less(t) for t in inputs)
     if all(a is b for a, b in zip(apart, inputs, strict=True)):
         return inputs
-    return apart if _can_take(module, apart) else inputs  # or these are no lengths
+    return apart if can_take(module, apart) else inputs  # or these are no lengths
 
 
 def _one_less(t: Tensor) -> Tensor:
@@ -52,12 +52,13 @@ def padded(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, 
         return torch.where(kept if t.ndim == 2 else kept[..., None], t, torch.zeros_like(t))
 
     short = tuple(map(ending_in_zeros, inputs))
-    if all(a is b for a, b in zip(short, inputs, strict=True)) or not _can_take(module, short):
+    if all(a is b for a, b in zip(short, inputs, strict=True)) or not can_take(module, short):
         return []
     return [short]
 
 
-def _can_take(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+def can_take(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether the module can be called with these; nothing of the call remains."""
     try:
         with untouched(module), attributes_untouched(module), torch.no_grad():
             module(*own_copies(inputs))

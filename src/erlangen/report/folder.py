@@ -72,11 +72,9 @@ class Run:
     @property
     def spent(self) -> float:
         """ε of each unit of the training, with what validation on its very records released. Where those are not the units,
-        nobody knows how many belong to one: then it is that of training alone, and `validation` says the rest."""
+        nobody knows how many belong to one: then it is ∞, and `validation` says what holds for whom."""
         beyond = self.validation
-        if beyond is None or not beyond.on_training or (self.certificate or {}).get("unit") != "record":
-            return self.epsilon
-        return max(self.epsilon, beyond.epsilon)
+        return self.epsilon if beyond is None or not beyond.on_training else max(self.epsilon, beyond.epsilon)
 
     @property
     def accuracy(self) -> float | None:

@@ -49,7 +49,7 @@ def _headline(run: Run) -> str:
         return "This model has no privacy guarantee."
     both = ", training and validation together" if run.spent > run.epsilon else ""
     if not math.isfinite(run.spent):
-        return "Nothing is guaranteed any more: this model was validated on its private records without noise."
+        return "Nothing is guaranteed any more: with what validation on the same private records released, no finite ε holds."
     amount = f"ε = {upper(run.spent, 3)} at δ = {small(run.delta)}{both}"
     if is_weak(run.spent):
         return f"A weak guarantee for each {_unit(run)}: {amount}, and eᵋ is {factor(run.spent)}."

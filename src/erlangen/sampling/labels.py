@@ -35,8 +35,9 @@ def _columns(dataset: Any) -> list[np.ndarray]:
     """One whole number for each record, as far as they lie in memory."""
     held = dataset.tensors if isinstance(dataset, TensorDataset) else [getattr(dataset, name, None) for name in _LABELS]
     lists = [np.asarray(t) for t in held if isinstance(t, list) and all(isinstance(k, (int, np.integer)) for k in t)]
-    arrays = [t.cpu().numpy() if isinstance(t, Tensor) else t for t in held if isinstance(t, (Tensor, np.ndarray))]
-    return [t for t in (*lists, *arrays) if t.shape == (len(dataset),) and t.dtype.kind == "i"]
+    whole = [t.cpu().numpy() for t in held if isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex())]
+    arrays = [t for t in held if isinstance(t, np.ndarray)]
+    return [t for t in (*lists, *whole, *arrays) if t.shape == (len(dataset),) and t.dtype.kind == "i"]
 
 
 def _is_unused(record: Any) -> bool:

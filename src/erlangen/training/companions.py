@@ -148,12 +148,13 @@ class Judge:
     def losses(self, units: Tensor) -> Tensor:
         """The loss of every unit: the mean over its rows."""
         session, model = self.session, self.session.model
-        training, out = model.training, []
+        training, out = model.training, [session.x.new_zeros(0)]
         model.eval()
-        for rows, owner in session.units.physical(units, session.most_rows):
+        # nobody may be drawn, and modules need not know what a batch of no rows is
+        for rows, owner in session.units.physical(units, session.most_rows) if len(units) else ():
             index = rows.to(session.device)
             each = F.cross_entropy(model(session.x[index]), session.y[index], reduction="none")
-            if session.units.grouped and len(rows):
+            if session.units.grouped:
                 one = RowMap.of(owner)
                 each = one.sum_rows(one.scaled(each))
             out.append(each)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from erlangen.accounting import certificate
+from erlangen.accounting import certificate, verify
 from erlangen.accounting.ledger import Ledger
 from erlangen.data import Dataset
 from erlangen.sampling import Units
@@ -122,17 +123,26 @@ def _require_same_releases(session: Session, folder: Path, ledger: Ledger) -> No
 
 
 def finished(session: Session, folder: Path, ledger: Ledger) -> dict[str, Any] | None:
-    """The summary of a run with nothing left to do, whose certificate counts what its ledger counts."""
+    """The summary of a run with nothing left to do, if it promises what the certificate promises, which holds and counts what the
+    ledger counts: where it does not, both are written again."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        certified = certificate.load(folder / "certificate.json")["steps"]
-        if summary["steps"] != session.step_count or certified != ledger.book.steps:
+        certified = certificate.load(folder / "certificate.json")
+        if summary["steps"] != session.step_count or certified["steps"] != ledger.book.steps:
+            return None
+        if not _promises_the_same(summary["guarantee"], certified) or verify(folder / "certificate.json", page=False):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not (folder / "weights.safetensors").is_file() or allowed_steps(session, ledger) > 0:
         return None
     return {**summary, "complete": True}
+
+
+def _promises_the_same(told: dict[str, Any], certified: dict[str, Any]) -> bool:
+    spent = certified["guarantee"]["epsilon"].items()
+    near = (value is None or math.isclose(float(told["epsilon"][method]), float(value), rel_tol=1e-3) for method, value in spent)
+    return (told["delta"], told["unit"]) == (certified["delta"], certified["unit"]) and all(near)
 
 
 def why_complete(summary: dict[str, Any]) -> str:
