@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -190,15 +190,23 @@ def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[s
 
 def history(folder: Path) -> tuple[dict[str, Any], ...]:
     """Evaluations by step. A resumed run may have written a step twice: the last one counts. A torn line is left out."""
+    rows = dict(_evaluations(folder))
+    return tuple(rows[step] for step in sorted(rows))
+
+
+def evaluated(folder: Path) -> list[int]:
+    """The steps of all evaluations, as they were written one after the other."""
+    return [step for step, _ in _evaluations(folder)]
+
+
+def _evaluations(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     path = folder / "metrics.jsonl"
-    rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = row
+            yield int(row["step"]), row
         except (ValueError, KeyError, TypeError):
             continue
-    return tuple(rows[step] for step in sorted(rows))
 
 
 def _audit(folder: Path) -> dict[str, Any] | None:
@@ -223,4 +231,4 @@ def finite_or_inf(value: Any) -> float:
     return number if not math.isnan(number) else math.inf
 
 
-__all__ = ["ConfigError", "ReportError", "Run", "collect", "finite_or_inf", "history", "read"]
+__all__ = ["ConfigError", "ReportError", "Run", "collect", "evaluated", "finite_or_inf", "history", "read"]
