@@ -17,7 +17,7 @@ import numpy as np
 from erlangen.data.base import Dataset
 from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_under, is_hidden, named, read, reasons
 from erlangen.data.options import DataOptions
-from erlangen.data.owners import owners, refuse_in_both, remark_on_ids
+from erlangen.data.owners import owners, refuse_in_both, remark_on_classes, remark_on_ids
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 from erlangen.terminal import alone
@@ -73,7 +73,9 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     names = [str(path.relative_to(root)) for path in train.files]
     if unit is not None and unit_labels is not None:
         remark_on_ids(unit_labels.tolist(), names, unit, notes)
-    remark_on_copies(digests, None if unit_labels is None else unit_labels.tolist(), unit, names, notes)
+    ids = None if unit_labels is None else unit_labels.tolist()
+    remark_on_classes(train.labels, ids, classes, unit, str(root), notes)
+    remark_on_copies(digests, ids, unit, names, notes)
     _say(parts, prep, notes)
     known = options.channels != "auto" or (test is not None and not all(fact.grey for fact in test.facts))
     if not known:
