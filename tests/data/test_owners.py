@@ -46,13 +46,14 @@ def test_one_patient_for_all_is_said():
 
 
 def test_folders_of_patients_are_no_classes(tmp_path):
-    """PATIENT/CLASS/*.png: every patient became a class, whose name is stored with the model that was to hide who is in the data."""
+    """PATIENT/CLASS/*.png: every patient became a class, whose name is stored with the model that was to hide who is in it."""
     for k in range(12):
         picture(tmp_path / "scans" / f"p{k // 2}" / f"c{k % 2}" / f"p{k // 2}_{k}.png", 10 * k)
-    with pytest.raises(DataError, match=r"every class of .*scans \(p0, p1, p2 and 3 more\) holds one patient only.*classes are public"):
+    with pytest.raises(DataError, match=r"every class of .*\(p0, p1, p2 and 3 more\) holds one patient only.*classes are public"):
         load(tmp_path / "scans", "patient", unit_pattern="^(p[0-9])_")
     picture(tmp_path / "scans" / "p0" / "p9_0.png", 7)
-    said = [note for note in load(tmp_path / "scans", "patient", unit_pattern="^(p[0-9])_").notes if "classes are public" in note]
+    notes = load(tmp_path / "scans", "patient", unit_pattern="^(p[0-9])_").notes
+    said = [note for note in notes if "classes are public" in note]
     assert [note.split(":")[0] for note in said] == ["5 class(es) hold one patient only (p1, p2, p3 and 2 more)"]
 
 

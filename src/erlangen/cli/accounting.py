@@ -17,6 +17,7 @@ import typer
 
 from erlangen import accounting as acc
 from erlangen.accounting.certificate_text import in_one_line, printable
+from erlangen.accounting.compose import refuse_rolled_back
 from erlangen.accounting.words import upper
 from erlangen.cli.manners import Misuse
 
@@ -190,6 +191,7 @@ def inspect(
     if not run.exists():
         raise Misuse(f"nothing at {run}; name the folder of a run, its ledger.jsonl or its certificate.json")
     book = acc.read_ledger(acc.ledger_path(run), single_copy)
+    refuse_rolled_back(acc.ledger_path(run), book, single_copy)
     delta = _delta_of(run) if delta is None else delta
     result = {
         "run": book.run,

@@ -55,8 +55,8 @@ def remark_on_ids(ids: Sequence[object], names: Sequence[str], unit: str, notes:
         )
     if len(ids) > len(set(ids)) == 1:
         notes.append(
-            f"all {len(ids)} images are of one {unit} ({str(ids[0])!r}): nothing is learnt from one alone, whatever is in the data; if "
-            f"there are several, what says whose they are is wrong"
+            f"all {len(ids)} images are of one {unit} ({str(ids[0])!r}), and noise that hides one hides all there is to learn: if "
+            "there are several, what says whose they are is wrong"
         )
     if 1 < len(ids) == len(set(ids)):
         notes.append(
@@ -80,12 +80,12 @@ def remark_on_classes(
     whom, listed = unit or "record", ", ".join(alone[:3]) + (f" and {len(alone) - 3} more" if len(alone) > 3 else "")
     if unit is not None and len(alone) == len(held) > 2:  # two may be a small trial
         raise DataError(
-            f"every class of {source} ({listed}) holds one {unit} only: classes are public, so that whoever is in the data would be, "
-            f"too, whatever ε is. If they are folders of {unit}s, make one folder for each class, with those of its {unit}s inside"
+            f"every class of {source} ({listed}) holds one {unit} only: classes are public, and so would be who is in the data, "
+            f"whatever ε is. If they are folders of {unit}s, make one folder for each class, with those of its {unit}s inside"
         )
     notes.append(
-        f"{len(alone)} class(es) hold one {whom} only ({listed}): classes are public, and so is then that there is one; put classes "
-        "together, or leave them out"
+        f"{len(alone)} class(es) hold one {whom} only ({listed}): classes are public, and so is then that there is one; put "
+        "classes together, or leave them out"
     )
 
 
