@@ -268,7 +268,8 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
     else:
         typer.echo("\nNo public test set: no accuracy is reported (erlangen validate releases one on private records).")
     typer.echo(f"Privacy        {in_plain_words(summary)}")
-    typer.echo(f"Randomness     {_randomness(summary['randomness'])}")
+    private = summary["guarantee"]["epsilon"]["pld"] != "inf"
+    typer.echo(f"Randomness     {_randomness(summary['randomness'], private)}")
     if summary["non_private"]:
         typer.echo(f"Not private    {', '.join(summary['non_private'])}: shown without noise, and outside the guarantee")
     if summary["steps"] < summary["planned_steps"]:
@@ -283,7 +284,7 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo(f"Next           erlangen predict {place} IMAGE…, erlangen export {place}, erlangen report {place}")
 
 
-def _randomness(source: str) -> str:
-    if source == "secure":
+def _randomness(source: str, private: bool) -> str:
+    if source == "secure" or not private:  # no generator makes up for a guarantee that is not there
         return source
     return f"{source.removesuffix(': not for release')}: for experiments; train with --secure before giving the model away"

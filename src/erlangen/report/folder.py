@@ -19,6 +19,7 @@ from torch import nn
 
 from erlangen.accounting import certificate, certificate_check
 from erlangen.accounting.certificate_beside import Validation
+from erlangen.accounting.certificate_check import Verdict
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import without_places
 from erlangen.training.public import PublicPredictions
@@ -47,6 +48,8 @@ class Run:
     note: str = ""
     #: what private validation of the run has released, of which its certificate says nothing
     validation: Validation | None = None
+    #: what could not be compared with its certificate
+    unchecked: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -136,12 +139,13 @@ def read(folder: Path) -> Run:
     if not isinstance(summary, dict) or not isinstance(summary.get("guarantee"), dict):
         raise ReportError(f"{folder / 'summary.json'} is not the summary of a run")
     summary.setdefault("data", {})
-    document, problems, validation = _certificate(folder)
+    document, found = _certificate(folder)
+    problems = found.problems
     if document is not None and not problems:
         problems = tuple(_contradictions(summary, document))
     return Run(
         folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder),
-        validation=validation,
+        validation=found.validation, unchecked=_unchecked(found),
     )  # fmt: skip
 
 
@@ -161,15 +165,20 @@ def collect(folders: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...], Validation | None]:
+def _certificate(folder: Path) -> tuple[dict[str, Any] | None, Verdict]:
     path = folder / "certificate.json"
     if not path.is_file():
-        return None, (), None
+        return None, Verdict(())
     found = certificate_check.examine(path, page=False)  # a report is a page of its own
     try:
-        return certificate.load(path), found.problems, found.validation
+        return certificate.load(path), found
     except ValueError:
-        return None, found.problems, None
+        return None, found
+
+
+def _unchecked(found: Verdict) -> tuple[str, ...]:
+    """What could not be compared with the certificate, and contradicts nothing."""
+    return tuple(words for words in found.remarks if found.validation is None or words != found.validation.words)
 
 
 def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[str]:
