@@ -274,6 +274,11 @@ def test_sign(call, run_folder, tmp_path):
     call("sign", path, "--key", key, "--new-key", code=2, words="never replaced; leave --new-key out")
     call("sign", path, "--key", tmp_path / "nowhere.pem", code=2, words="no key at")
     assert f"; signed by {public[:16]}\n" in call("verify", path)
+    assert "ε = 1.829 at δ = 1e-05 for each record" in call("sign", path, "--key", key), "what somebody signs is said"
+    with Ledger.create(run_folder / "validation-ledger.jsonl", data="digits", run="run1") as ledger:
+        ledger.spend(Release(acc.gaussian(1.0)), 5)
+    (said,) = call("sign", path, "--key", key, "--json")["remarks"]
+    assert "which the certificate does not" in said
     page = path.with_suffix(".md").read_text()
     path.with_suffix(".md").write_text(page.replace("1.82", "0.82"))
     call("sign", path, "--key", key, code=1, words="line 3 is")  # what somebody read is what they sign

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -139,9 +139,7 @@ def verify(
         print(json.dumps({"file": str(file), "valid": not found.problems, **lists, "certified": found.certified}))
     elif found.certified is not None:
         print(f"{file}: every recomputed value agrees")
-        print(in_one_line(found.certified))
-        for remark in found.remarks:
-            print(f"note: {remark}")
+        _show_certified(found.certified, found.remarks)
     for problem in found.problems:
         print(f"erlangen: {file}: {problem}", file=sys.stderr)
     for note in found.notes:
@@ -247,15 +245,16 @@ def sign(
         raise Misuse(f"there is a key at {key} already, and it is never replaced; leave --new-key out, or name another file")
     if not new_key and not key.is_file():
         raise Misuse(f"no key at {key}; give the file of an Ed25519 private key, or make one with --new-key")
-    problems = acc.verify(file)
-    if problems:
-        raise acc.LedgerError(f"{file} does not verify, so it is not signed: {problems[0]}")
+    found = acc.examine(file)
+    if found.certified is None:
+        raise acc.LedgerError(f"{file} does not verify, so it is not signed: {found.problems[0]}")
     if new_key:
         acc.signing.generate_key(key)
     signed = acc.signing.sign(acc.certificate.load(file), key)
     acc.certificate.save(signed, file.parent, file.name)
     public = signed["signature"]["public_key"]
-    _print({"file": str(file), "public_key": public}, as_json, lambda r: print(f"{file}: signed by {public}"))
+    facts = {**found.certified, "signed_by": public}
+    _print({"file": str(file), "public_key": public, "certified": facts, "remarks": list(found.remarks)}, as_json, _show_signed)
 
 
 # --- results -------------------------------------------------------------------------------------------------------
@@ -386,6 +385,18 @@ def _in_words(event: dict[str, Any]) -> str:
 
 def _reason(release: dict[str, Any]) -> str:
     return f" ({release['reason']})" if release.get("reason") else ""
+
+
+def _show_signed(result: dict[str, Any]) -> None:
+    """Whoever signs should see what, with what the certificate does not say."""
+    print(f"{result['file']}: signed by {result['public_key']}")
+    _show_certified(result["certified"], result["remarks"])
+
+
+def _show_certified(facts: Mapping[str, Any], remarks: Sequence[str]) -> None:
+    print(in_one_line(facts))
+    for remark in remarks:
+        print(f"note: {remark}")
 
 
 def _show_certificate(certificate: dict[str, Any]) -> None:
