@@ -25,6 +25,8 @@ from erlangen.terminal import alone
 #: from here on reading takes long enough for a bar
 MANY = 5000
 TEST_NAMES = ("test", "val", "valid", "validation")
+#: what else parts of a data set are called, in small letters; nothing is trained to tell them apart
+_PARTS = {*TEST_NAMES, "train", "training", "testing"}
 _T = TypeVar("_T")
 
 
@@ -100,6 +102,11 @@ def _layout(root: Path, notes: list[str]) -> tuple[Path, Path | None]:
         lonely = sorted(folders & set(TEST_NAMES))
         if lonely and len(folders) <= 2:
             raise DataError(f"{root} has a folder {lonely[0]} but none called train; put the training images into train/")
+        if len(folders) > 1 and {name.casefold() for name in folders} <= _PARTS:
+            raise DataError(
+                f"the folders {', '.join(sorted(folders))} of {root} would be its classes, and are called as parts of a data set "
+                "are: rename that of the private images to train, and that of the public ones to test"
+            )
         return root, None
     tests = [name for name in TEST_NAMES if name in folders]
     unused = sorted(folders - {"train", *tests[:1]})
