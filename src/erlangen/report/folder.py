@@ -21,7 +21,7 @@ from erlangen.accounting import certificate, certificate_check
 from erlangen.accounting.certificate_beside import Validation
 from erlangen.accounting.certificate_check import Verdict
 from erlangen.training.config import ConfigError, TrainConfig
-from erlangen.training.folder import without_places
+from erlangen.training.folder import options_of, without_places
 from erlangen.training.public import PublicPredictions
 
 #: options that do not make two runs different experiments
@@ -142,7 +142,7 @@ def read(folder: Path) -> Run:
     document, found = _certificate(folder)
     problems = found.problems
     if document is not None and not problems:
-        problems = tuple(_contradictions(summary, document))
+        problems = (*_contradictions(summary, document), *_other_options(config, document))
     return Run(
         folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder),
         validation=found.validation, unchecked=_unchecked(found),
@@ -188,13 +188,28 @@ def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[s
         "δ": (told.get("delta"), document["delta"]), "the unit": (told.get("unit"), document["unit"]),
         "randomness": (bare(summary.get("randomness")), bare(document["randomness"])),
         "non_private": (summary.get("non_private"), document["non_private"]),
+        "the number of releases": (told.get("releases", document["steps"]), document["steps"]),
+        "the number of records": (summary["data"].get("records", document["data"]["size"]), document["data"]["size"]),
     }  # fmt: skip
+    for part in ("mechanism", "sampler"):
+        here, there = (facts if isinstance(facts, dict) else {} for facts in (told.get(part), document[part]))
+        pairs |= {f"{name} of the {part}": (here.get(name), value) for name, value in there.items()}
     for method, value in document["guarantee"]["epsilon"].items():
         stated = told.get("epsilon", {}).get(method)
         same = value is None or math.isclose(finite_or_inf(stated), finite_or_inf(value), rel_tol=1e-3)
         pairs[f"ε by {method.upper()}"] = (stated, stated if same else value)
     unlike = ((what, here, there) for what, (here, there) in pairs.items() if here != there)
     return [f"{what} is {here!r} in summary.json, and {there!r} in the certificate" for what, here, there in unlike]
+
+
+def _other_options(config: TrainConfig, document: dict[str, Any]) -> list[str]:
+    """Options that a page would show, and the certificate has otherwise."""
+    certified = document["config"] or {}
+    return [
+        f"{name} is {value!r} in config.json, and {certified[name]!r} in the certificate"
+        for name, value in options_of(config).items()
+        if name in certified and certified[name] != value
+    ]
 
 
 def history(folder: Path) -> tuple[dict[str, Any], ...]:
