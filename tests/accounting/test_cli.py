@@ -83,6 +83,29 @@ def test_account_over_runs(call, run_folder):
     assert "1000 releases" in call("account", run_folder, run_folder)
 
 
+def test_a_ledger_that_was_rolled_back_is_not_added_up(call, run_folder, tmp_path):
+    """An older copy of it, put back: `verify` saw that, and `account` and `inspect` told the ε of a part as what was spent."""
+    ledger = run_folder / "ledger.jsonl"
+    early = ledger.read_text()
+    with Ledger.open(ledger) as more:
+        more.spend(STEP, 10)
+    cert.save(cert.build(read_ledger(ledger), 1e-5), run_folder)
+    late = ledger.read_text()
+    assert "1010 releases" in call("account", run_folder)
+    for path in (ledger, copy_path(ledger)):
+        path.write_text(early)
+    assert read_ledger(ledger).steps == 1000
+    for command in ("account", "inspect"):
+        call(command, run_folder, code=1, words="never stood where certificate.json beside it ends, after 1010 releases")
+    for path in (ledger, copy_path(ledger)):
+        path.write_text(late)
+    with Ledger.open(ledger) as more:  # a run that went on after its certificate was written
+        more.spend(STEP, 10)
+    assert "1020 releases" in call("account", run_folder)
+    (run_folder / "certificate.json").write_text("{")
+    assert "1020 releases" in call("account", run_folder), "what is wrong with a certificate, verify says"
+
+
 def test_whoever_is_in_two_data_sets_has_spent_both(call, run_folder, tmp_path):
     """One record more is another fingerprint, and a thousand others have paid twice."""
     with Ledger.create(tmp_path / "more.jsonl", data="digits and one more", run="run2") as ledger:
@@ -251,6 +274,11 @@ def test_sign(call, run_folder, tmp_path):
     call("sign", path, "--key", key, "--new-key", code=2, words="never replaced; leave --new-key out")
     call("sign", path, "--key", tmp_path / "nowhere.pem", code=2, words="no key at")
     assert f"; signed by {public[:16]}\n" in call("verify", path)
+    assert "ε = 1.829 at δ = 1e-05 for each record" in call("sign", path, "--key", key), "what somebody signs is said"
+    with Ledger.create(run_folder / "validation-ledger.jsonl", data="digits", run="run1") as ledger:
+        ledger.spend(Release(acc.gaussian(1.0)), 5)
+    (said,) = call("sign", path, "--key", key, "--json")["remarks"]
+    assert "which the certificate does not" in said
     page = path.with_suffix(".md").read_text()
     path.with_suffix(".md").write_text(page.replace("1.82", "0.82"))
     call("sign", path, "--key", key, code=1, words="line 3 is")  # what somebody read is what they sign

@@ -67,6 +67,9 @@ def test_a_run_with_hardly_any_noise_says_what_it_is(tmp_path):
     assert "is at most 10^" in words
     assert "pseudo-random, unseeded: for experiments; train with --secure" in words
     assert "Randomness     secure\n" in said("train", *options, "--secure", "--overwrite")
+    none = said("train", "--noise-multiplier", "0", *options[2:], "--overwrite")
+    assert "No privacy guarantee: ε = ∞" in none
+    assert "--secure" not in none, "no generator makes up for that"
 
 
 MISUSE = [

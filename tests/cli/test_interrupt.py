@@ -49,6 +49,9 @@ def test_ctrl_c_says_what_is_spent_and_the_run_goes_on(tmp_path):
     assert found, last
     steps, spent, command = int(found[1]), float(found[2]), found[3]
     assert steps < 300, "ε was shown only when the run first evaluated"
+    left = [line for line in re.split(r"[\r\n]+", screen) if f"{steps}/600" in line][-1]
+    shown = re.search(r"ε ([\d.]+)", left)
+    assert shown is None or float(shown[1]) >= spent - 1e-3, "the bar that stays showed the ε of an earlier step"
 
     book = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--json"]).stdout)
     assert book["epsilon"]["pld"] == pytest.approx(spent, rel=1e-3)

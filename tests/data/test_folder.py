@@ -178,6 +178,18 @@ def test_what_is_no_data_set_is_refused(tmp_path):
         load(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("names", [("Training", "Testing"), ("Train", "Test"), ("TRAIN", "val", "Test")])
+def test_parts_under_other_names_are_not_taken_for_classes(names, tmp_path):
+    """A network learnt to tell training from test images, and the public ones were trained on as private."""
+    for name in names:
+        tree(tmp_path / "scans" / name)
+    with pytest.raises(DataError, match=r"would be its classes.*rename that of the private images to train"):
+        load(tmp_path / "scans")
+    for name in ("other", names[0]):
+        tree(tmp_path / "mixed" / name)
+    assert len(load(tmp_path / "mixed").class_names) == 2
+
+
 def test_other_files_are_left_aside_and_said(tmp_path):
     root = tree(tmp_path / "d")
     (root / "cat" / "readme.txt").write_text("hello")

@@ -37,6 +37,36 @@ def test_what_looks_wrong_about_ids_is_said():
     assert "every image has a patient of its own (a: 'p1')" in notes[1]
 
 
+def test_one_patient_for_all_is_said():
+    """A pattern whose brackets hold too little: all images counted as one patient's, and the training was noise."""
+    notes: list[str] = []
+    remark_on_ids(["p", "p", "p"], ["a", "b", "c"], "patient", notes)
+    assert len(notes) == 1
+    assert "all 3 images are of one patient ('p')" in notes[0]
+
+
+def test_folders_of_patients_are_no_classes(tmp_path):
+    """PATIENT/CLASS/*.png: every patient became a class, whose name is stored with the model that was to hide who is in it."""
+    for k in range(12):
+        picture(tmp_path / "scans" / f"p{k // 2}" / f"c{k % 2}" / f"p{k // 2}_{k}.png", 10 * k)
+    with pytest.raises(DataError, match=r"every class of .*\(p0, p1, p2 and 3 more\) holds one patient only.*classes are public"):
+        load(tmp_path / "scans", "patient", unit_pattern="^(p[0-9])_")
+    picture(tmp_path / "scans" / "p0" / "p9_0.png", 7)
+    notes = load(tmp_path / "scans", "patient", unit_pattern="^(p[0-9])_").notes
+    said = [note for note in notes if "classes are public" in note]
+    assert [note.split(":")[0] for note in said] == ["5 class(es) hold one patient only (p1, p2, p3 and 2 more)"]
+
+
+def test_a_class_of_one_record_is_said():
+    x, y = np.arange(5 * 16, dtype=np.uint8).reshape(5, 4, 4), np.array([0, 0, 1, 1, 2])
+    said = [note for note in from_arrays("own", {"x_train": x, "y_train": y}).notes if "classes are public" in note]
+    assert [note.split(":")[0] for note in said] == ["1 class(es) hold one record only (2)"]
+    patients = np.array([0, 1, 0, 1, 2])
+    assert "one patient only (2)" in str(from_arrays("own", {"x_train": x, "y_train": y, "patient": patients}, "patient").notes)
+    with pytest.raises(DataError, match="every class of own"):
+        from_arrays("own", {"x_train": x, "y_train": y, "patient": y}, "patient")
+
+
 def test_letters_with_their_accents_beside_them_are_no_other_patient():
     """Some file systems write them so: the images of ten patients were protected as those of twenty, and nothing was said."""
     notes: list[str] = []

@@ -223,6 +223,7 @@ def test_an_exported_file_claims_what_verifies(trained, tmp_path):
         return json.loads((tmp_path / "out" / "model.json").read_text())["privacy"]
 
     sound = claimed(trained)
+    assert any("whoever is in the test set" in words for words in sound["not_covered"])
     names = ("edited", "others", "validated", "bare")
     edited, others, validated, bare = (shutil.copytree(trained, tmp_path / name) for name in names)
     summary = json.loads((edited / "summary.json").read_text())

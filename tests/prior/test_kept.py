@@ -55,6 +55,16 @@ def test_a_prior_is_learnt_once_for_a_network_and_a_size(cache, monkeypatch):
         kept.kept_prior("cnn", {}, (1, 8, 9), "cpu")
 
 
+def test_a_kept_file_that_is_broken_is_learnt_again(cache):
+    """The error spoke of a file of weights that nobody had given, and said to give another."""
+    file = kept.kept_prior("cnn", {"width": 8}, (1, 8, 8), "cpu")
+    whole = file.read_bytes()
+    for broken in (whole[:100], whole + b"x", b""):
+        file.write_bytes(broken)
+        assert kept.kept_prior("cnn", {"width": 8}, (1, 8, 8), "cpu") == file
+        assert file.read_bytes() == whole
+
+
 def test_training_begins_with_it_and_says_so(cache, tmp_path):
     seen: list[tuple[int, ...]] = []
 

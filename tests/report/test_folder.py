@@ -54,6 +54,10 @@ def test_noise_that_is_not_secure_is_said_to_be_so(copy, randomness, said):
         lambda s: s["guarantee"]["epsilon"].update(rdp=0.1),
         lambda s: s.update(randomness="secure"),
         lambda s: s.update(non_private=["train_loss"]),
+        lambda s: s["guarantee"]["mechanism"].update(noise_multiplier=29.0),
+        lambda s: s["guarantee"]["sampler"].update(sample_rate=0.001),
+        lambda s: s["guarantee"].update(releases=2),
+        lambda s: s["data"].update(records=10**6),
     ],
 )
 def test_a_summary_that_contradicts_its_certificate_is_not_believed(copy, change):
@@ -83,6 +87,15 @@ def test_validation_that_cannot_be_read_is_not_taken_for_none(copy):
     (copy / "validation-ledger.jsonl").write_text("torn")
     assert read(copy).problems == ()
     assert read(copy).spent == math.inf
+
+
+@pytest.mark.parametrize("change", [{"mechanism": "iso"}, {"secure": True, "seed": None}, {"max_grad_norm": 0.01}])
+def test_options_that_contradict_the_certificate_are_not_believed(copy, change):
+    """A page said "iso" and "secure" of a run that was neither: it shows the options of config.json, which nobody compared."""
+    edit(copy / "config.json", lambda c: c.update(change))
+    run = read(copy)
+    assert run.epsilon == math.inf
+    assert "in config.json, and" in statement(run).sentences[0]
 
 
 def test_an_unfinished_run_is_not_reported_on(copy):

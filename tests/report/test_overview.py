@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 
 from erlangen.accounting.certificate_beside import Validation
-from erlangen.report import overview, read
+from erlangen.report import overview, read, render
 from erlangen.report.page import build, in_detail
 
 
@@ -69,6 +69,24 @@ def test_what_differs_is_said(trained):
     other = {**runs[0].summary, "data": {**runs[0].summary["data"], "fingerprint": "another"}}
     words = overview.comparability([dataclasses.replace(runs[0], summary=other), runs[1]])
     assert any("different private data" in word for word in words)
+
+
+def test_runs_on_the_same_records_have_spent_more_together(trained):
+    """The page put six runs on one data set side by side, each with its ε, and none of the words was of their sum."""
+    runs = several(trained)
+    words = f"{len(runs)} of these runs were trained on records that another was trained on, too"
+    assert words in build(runs).warnings[0]
+    assert words in render(build(runs))
+    other = {**runs[0].summary, "data": {**runs[0].summary["data"], "fingerprint": "another"}}
+    assert overview.together([dataclasses.replace(runs[0], summary=other), runs[1]]) == []
+    assert overview.together([dataclasses.replace(run, note="the table says it") for run in runs]) == []
+
+
+def test_a_page_does_not_call_private_what_is_not(trained):
+    """"6 private runs" stood above runs with ε = ∞."""
+    run = read(trained)
+    none = dataclasses.replace(run, problems=("edited",))
+    assert "<h1>2 runs</h1>" in render(build([run, none]))
 
 
 def test_one_of_each_method_is_shown_first(trained):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 
 import pytest
 
@@ -40,3 +41,30 @@ def test_the_page_shows_it(trained):
     page = render(build([promising(read(trained), 500.0)]))
     assert 'class="statement careful"' in page
     assert "is protected" not in page
+
+
+def test_a_delta_above_one_over_their_number_is_no_protection(trained):
+    """The page said that each record was protected, ε = 0 at δ = 0.5, and what spoke of publishing one was folded away."""
+    run = promising(read(trained), 1.0)
+    words = "delta is 0.5, above 1/1438: that allows to publish a record outright"
+    certificate = {**run.certificate, "not_covered": [words, *run.certificate["not_covered"]]}
+    found = statement(dataclasses.replace(run, certificate=certificate))
+    assert found.headline.startswith("A weak guarantee for each record: ε = 1 at")
+    assert (found.tone, found.warnings) == ("careful", (f"D{words[1:]}. Train with a smaller --delta.",))
+
+
+def test_what_could_not_be_compared_is_said(trained, tmp_path):
+    """Without its ledger a certificate may leave out what it likes: `verify` says so, and the page did not."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    assert not any("ledger" in words for words in statement(read(folder)).warnings)
+    for name in ("ledger.jsonl", "ledger.jsonl.copy"):
+        (folder / name).unlink()
+    assert any("There is no ledger beside the certificate" in words for words in statement(read(folder)).warnings)
+
+
+def test_no_generator_makes_up_for_a_guarantee_that_is_not_there(trained):
+    assert any("--secure" in words for words in statement(read(trained)).warnings)
+    run = read(trained)
+    none = {**run.certificate, "guarantee": {**run.certificate["guarantee"], "private": False, "best_epsilon": "inf"}}
+    assert not any("--secure" in words for words in statement(dataclasses.replace(run, certificate=none)).warnings)

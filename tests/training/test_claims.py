@@ -23,7 +23,7 @@ from erlangen.gradients.rows import RowMap
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.ensemble import Ensemble
-from erlangen.training.run import resume, train
+from erlangen.training.run import Interrupted, resume, train
 from erlangen.training.validate import validate
 
 CONFIG = TrainConfig(epsilon=None, noise_multiplier=1.0, batch=8, steps=1, model="mlp", device="cpu")
@@ -105,6 +105,35 @@ def test_whoever_is_in_the_test_set_is_not_promised_anything(tmp_path):
     assert "without noise" in line
     assert (tmp_path / "tested" / "run" / "public.safetensors").is_file()
     assert line in (tmp_path / "tested" / "run" / "certificate.md").read_text()
+
+
+def test_what_a_certificate_does_not_cover_cannot_be_taken_out_of_it(tmp_path):
+    """Without the sentence on the test set, page rewritten, it verified: the ledger keeps what was known when the run began."""
+    public = {"x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.array([0, 1])}
+    document = certified(from_arrays("own", arrays(**public)), tmp_path)
+    path = tmp_path / "run" / "certificate.json"
+    assert not verify(path)
+    (sentence,) = [words for words in document["not_covered"] if "test set" in words]
+    document["not_covered"].remove(sentence)
+    certificate.save(document, path.parent)
+    assert verify(path) == [f"not_covered leaves out what the ledger says: {sentence!r:.160}"]
+
+
+def test_a_resumed_run_still_says_what_its_beginning_did_not_cover(tmp_path):
+    """The first half was evaluated on a public test set, the second has none: the images of the first are still stored."""
+    public = {"x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.array([0, 1])}
+    tested, alone = from_arrays("own", arrays(**public)), from_arrays("own", arrays())
+
+    def stop(session, metrics):
+        if session.step_count == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        train(dataclasses.replace(CONFIG, steps=2), tmp_path / "run", dataset=tested, watch=stop, say=lambda text: None)
+    resume(tmp_path / "run", dataset=alone, say=lambda text: None)
+    document = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert any("test set" in words for words in document["not_covered"])
+    assert not verify(tmp_path / "run" / "certificate.json")
 
 
 def test_records_that_are_protected_as_groups_are_not_promised_to_be_protected_one_by_one(tmp_path):

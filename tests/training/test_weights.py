@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -149,7 +150,14 @@ def test_weights_that_a_run_learnt_from_the_same_records_are_not_public(tmp_path
 
 
 def test_weights_of_a_run_on_other_records_may_be_public(tmp_path):
-    data = load_data(SMALL)
+    """Or those records are private, too, and the ledger beside the weights is all that says so: it was passed over in silence."""
+    data, said = load_data(SMALL), []
     half = dataclasses.replace(data, x_train=data.x_train[::2], y_train=data.y_train[::2], source=None)
     run.train(SMALL, tmp_path / "half", dataset=half)
-    Session(dataclasses.replace(SMALL, weights=str(tmp_path / "half" / "weights.safetensors")))
+    alone = shutil.copy(tmp_path / "half" / "weights.safetensors", tmp_path / "alone.safetensors")
+    for name, file in (("beside", tmp_path / "half" / "weights.safetensors"), ("without", alone)):
+        run.train(dataclasses.replace(SMALL, weights=str(file)), tmp_path / name, say=said.append)
+        document = json.loads((tmp_path / name / "certificate.json").read_text())
+        (words,) = [words for words in document["not_covered"] if "began with" in words]
+        assert ("whoever is among both has spent both ε" in words) is (name == "beside")
+    assert len([words for words in said if "a run's ledger lies beside them" in words]) == 1

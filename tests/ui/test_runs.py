@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import shutil
 import threading
 
@@ -46,6 +48,26 @@ def test_a_forged_certificate_is_no_guarantee(client):
     forged = settled(client)["forged"]
     assert forged["epsilon"] == "inf"
     assert "does not hold" in forged["problem"]
+
+
+def test_a_copied_folder_is_the_run_that_it_was(folder, tmp_path):
+    """A copy's files are new, in any order. It was shown as interrupted, with the ε of its ledger, and nobody looked at its
+    certificate."""
+    for name, evaluated in (("first", "finished"), ("forged", "finished"), ("first", "interrupted")):
+        copy = tmp_path / f"{name}-{evaluated}"
+        shutil.copytree(folder / name, copy)
+        for age, file in enumerate(sorted(copy.iterdir(), key=lambda path: path.name == "metrics.jsonl")):
+            os.utime(file, (1e9 + age, 1e9 + age))
+        if evaluated == "interrupted":  # set back and resumed: an earlier step follows the last one
+            metrics = copy / "metrics.jsonl"
+            metrics.write_text(metrics.read_text() + metrics.read_text().splitlines()[1] + "\n")
+    seen = {run.name: run for run in Runs(tmp_path).listing()}
+    assert {name: run.state for name, run in seen.items()} == {
+        "first-finished": "finished", "forged-finished": "finished", "first-interrupted": "interrupted"
+    }  # fmt: skip
+    assert seen["first-finished"].epsilon == Runs(folder).one("first").epsilon
+    assert seen["forged-finished"].epsilon == math.inf
+    assert "does not hold" in seen["forged-finished"].problem
 
 
 def test_an_unreadable_run_is_said_and_hides_no_other(client):

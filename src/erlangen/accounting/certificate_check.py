@@ -76,7 +76,7 @@ class Verdict:
 
 ALONE = (
     "there is no ledger beside the certificate: its releases were not compared with what was written down as they were made "
-    "(name one with --ledger)"
+    "(name one with: erlangen verify --ledger)"
 )
 
 UNNAMED = (

@@ -37,11 +37,12 @@ def _left_out(document: Mapping[str, Any], book: Book) -> list[str]:
     """What the ledger says that every certificate of its run states: left out, it could be compared with nothing."""
     names = book.header.get("stated")
     kinds = {"sampler": Mapping, "mechanism": Mapping, "expected_batch": (int, float), "weights": str}
+    unsaid = [words for words in book.not_covered if words not in document["not_covered"]]
     return [
         f"{name} is left out, which every certificate of this run states"
         for name in (names if isinstance(names, list) else ())
         if name in kinds and not isinstance(document.get(name), kinds[name])  # type: ignore[arg-type]
-    ]
+    ] + [f"not_covered leaves out what the ledger says: {words!r:.160}" for words in unsaid]
 
 
 def _against_options(document: Mapping[str, Any], book: Book) -> list[str]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import strict_json
 from .epsilon import AccountingError, Method, Neighbouring, epsilon
-from .ledger import LedgerError, copy_path, read_ledger
+from .ledger import LedgerError, copy_path, passed_through, read_ledger
 from .ledger_format import Book
 from .protected import NAMELESS
 
@@ -104,6 +105,23 @@ def ledgers_of(run: str | os.PathLike[str]) -> list[Path]:
     return [training, *([beside] if found else [])]
 
 
+def refuse_rolled_back(ledger: Path, book: Book, single_copy: bool = False) -> None:
+    """A ledger that never stood where the certificate beside it ends has lost releases, or counts those of another run."""
+    beside = ledger.parent / "certificate.json"
+    if ledger.name != LEDGER_NAME or book.notes or not beside.is_file():
+        return
+    try:
+        document = strict_json.read(beside, "certificate")
+        head = dict(document["ledger"]["head"])
+    except (ValueError, KeyError, TypeError):
+        return  # `verify` says what is wrong with it
+    if not passed_through(ledger, head, single_copy):
+        raise LedgerError(
+            f"{ledger} never stood where certificate.json beside it ends, after {document.get('steps')!s:.20} releases: it was "
+            f"rolled back to {book.steps}, or is another run's. Restore the ledger, or treat the run as not private (ε = ∞)"
+        )
+
+
 def compose_runs(runs: Sequence[str | os.PathLike[str]], single_copy: bool = False) -> list[Spent]:
     """What each data set has spent over these runs. A ledger named twice counts once; a copied run counts again."""
     books: dict[Path, Book] = {}
@@ -111,6 +129,7 @@ def compose_runs(runs: Sequence[str | os.PathLike[str]], single_copy: bool = Fal
         path = ledger.resolve()
         if path not in books:
             books[path] = read_ledger(path, single_copy)
+            refuse_rolled_back(path, books[path], single_copy)
     groups: dict[str, list[Book]] = {}
     for book in books.values():
         groups.setdefault(book.data or UNKNOWN, []).append(book)

@@ -116,6 +116,12 @@ class Book:
         return self.header.get("data")
 
     @property
+    def not_covered(self) -> list[str]:
+        """What the run's guarantee does not speak about, as it was known when the run began."""
+        said = self.header.get("not_covered")
+        return [words for words in said if isinstance(words, str)] if isinstance(said, list) else []
+
+    @property
     def steps(self) -> int:
         """Releases that count, over all kinds."""
         return sum(self.counts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -17,6 +17,7 @@ import typer
 
 from erlangen import accounting as acc
 from erlangen.accounting.certificate_text import in_one_line, printable
+from erlangen.accounting.compose import refuse_rolled_back
 from erlangen.accounting.words import upper
 from erlangen.cli.manners import Misuse
 
@@ -138,9 +139,7 @@ def verify(
         print(json.dumps({"file": str(file), "valid": not found.problems, **lists, "certified": found.certified}))
     elif found.certified is not None:
         print(f"{file}: every recomputed value agrees")
-        print(in_one_line(found.certified))
-        for remark in found.remarks:
-            print(f"note: {remark}")
+        _show_certified(found.certified, found.remarks)
     for problem in found.problems:
         print(f"erlangen: {file}: {problem}", file=sys.stderr)
     for note in found.notes:
@@ -190,6 +189,7 @@ def inspect(
     if not run.exists():
         raise Misuse(f"nothing at {run}; name the folder of a run, its ledger.jsonl or its certificate.json")
     book = acc.read_ledger(acc.ledger_path(run), single_copy)
+    refuse_rolled_back(acc.ledger_path(run), book, single_copy)
     delta = _delta_of(run) if delta is None else delta
     result = {
         "run": book.run,
@@ -245,15 +245,16 @@ def sign(
         raise Misuse(f"there is a key at {key} already, and it is never replaced; leave --new-key out, or name another file")
     if not new_key and not key.is_file():
         raise Misuse(f"no key at {key}; give the file of an Ed25519 private key, or make one with --new-key")
-    problems = acc.verify(file)
-    if problems:
-        raise acc.LedgerError(f"{file} does not verify, so it is not signed: {problems[0]}")
+    found = acc.examine(file)
+    if found.certified is None:
+        raise acc.LedgerError(f"{file} does not verify, so it is not signed: {found.problems[0]}")
     if new_key:
         acc.signing.generate_key(key)
     signed = acc.signing.sign(acc.certificate.load(file), key)
     acc.certificate.save(signed, file.parent, file.name)
     public = signed["signature"]["public_key"]
-    _print({"file": str(file), "public_key": public}, as_json, lambda r: print(f"{file}: signed by {public}"))
+    facts = {**found.certified, "signed_by": public}
+    _print({"file": str(file), "public_key": public, "certified": facts, "remarks": list(found.remarks)}, as_json, _show_signed)
 
 
 # --- results -------------------------------------------------------------------------------------------------------
@@ -384,6 +385,18 @@ def _in_words(event: dict[str, Any]) -> str:
 
 def _reason(release: dict[str, Any]) -> str:
     return f" ({release['reason']})" if release.get("reason") else ""
+
+
+def _show_signed(result: dict[str, Any]) -> None:
+    """Whoever signs should see what, with what the certificate does not say."""
+    print(f"{result['file']}: signed by {result['public_key']}")
+    _show_certified(result["certified"], result["remarks"])
+
+
+def _show_certified(facts: Mapping[str, Any], remarks: Sequence[str]) -> None:
+    print(in_one_line(facts))
+    for remark in remarks:
+        print(f"note: {remark}")
 
 
 def _show_certificate(certificate: dict[str, Any]) -> None:

@@ -204,14 +204,14 @@ class Spent:
     """ε for the eye: brought up to date as often as a fiftieth of the time allows, and whenever a run has computed it."""
 
     def __init__(self) -> None:
-        self.value, self.due = 0.0, 0.0
+        self.value, self.due, self.step = 0.0, 0.0, -1
 
     def of(self, session: Session, metrics: dict[str, Any]) -> float:
         if metrics.get("step") == session.step_count:
-            self.value = float(metrics["epsilon"])
+            self.value, self.step = float(metrics["epsilon"]), session.step_count
         elif time.perf_counter() >= self.due:
             started = time.perf_counter()
-            self.value = session.epsilon()
+            self.value, self.step = session.epsilon(), session.step_count
             now = time.perf_counter()
             self.due = now + max(1.0, 50 * (now - started))
         return self.value
@@ -227,9 +227,10 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
     waiting = None if quiet or not console.is_terminal else console.status("reading the data, calibrating the noise")
     task = progress.add_task("", total=None, note="")
     first: list[tuple[float, int]] = []
-    spent = Spent()
+    spent, rest = Spent(), ""
 
     def watch(session: Session, metrics: dict[str, Any]) -> None:
+        nonlocal rest
         if not first:
             first.append((time.perf_counter(), session.step_count))
             if waiting is not None:
@@ -237,7 +238,7 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
             progress.start()
         seconds, steps = time.perf_counter() - first[0][0], session.step_count - first[0][1]
         images = steps * session.config.batch * len(session.dataset) / session.units.count  # a patient may have several
-        note = f"{images / max(1e-9, seconds):,.0f} images/s" if steps else ""
+        note = rest = f"{images / max(1e-9, seconds):,.0f} images/s" if steps else ""
         if not quiet:
             note = f"ε {upper(spent.of(session, metrics), 3)}  " + note
         if "test_accuracy" in metrics:
@@ -254,6 +255,8 @@ def progress_bar(quiet: bool) -> Iterator[Watch]:
             terminal.waiting.remove(waiting)
             waiting.stop()
         if first:
+            if progress.tasks[task].completed != spent.step:  # an earlier ε, which must not stay beside the last step
+                progress.update(task, note=rest)
             progress.stop()
 
 
@@ -268,7 +271,8 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
     else:
         typer.echo("\nNo public test set: no accuracy is reported (erlangen validate releases one on private records).")
     typer.echo(f"Privacy        {in_plain_words(summary)}")
-    typer.echo(f"Randomness     {_randomness(summary['randomness'])}")
+    private = summary["guarantee"]["epsilon"]["pld"] != "inf"
+    typer.echo(f"Randomness     {_randomness(summary['randomness'], private)}")
     if summary["non_private"]:
         typer.echo(f"Not private    {', '.join(summary['non_private'])}: shown without noise, and outside the guarantee")
     if summary["steps"] < summary["planned_steps"]:
@@ -283,7 +287,7 @@ def report(summary: dict[str, Any], folder: Path | None) -> None:
         typer.echo(f"Next           erlangen predict {place} IMAGE…, erlangen export {place}, erlangen report {place}")
 
 
-def _randomness(source: str) -> str:
-    if source == "secure":
+def _randomness(source: str, private: bool) -> str:
+    if source == "secure" or not private:  # no generator makes up for a guarantee that is not there
         return source
     return f"{source.removesuffix(': not for release')}: for experiments; train with --secure before giving the model away"

@@ -8,7 +8,7 @@ import numpy as np
 
 from erlangen.data.base import Dataset, digest_of
 from erlangen.data.options import DataOptions
-from erlangen.data.owners import refuse_in_both, remark_on_ids
+from erlangen.data.owners import refuse_in_both, remark_on_classes, remark_on_ids
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 
@@ -71,8 +71,10 @@ def from_arrays(
         classes = max(classes, public)
     if unit is not None and owner is not None:
         remark_on_ids(owner.tolist(), [f"row {k}" for k in range(len(x_train))], unit, notes)
+    ids = None if owner is None else owner.tolist()
+    remark_on_classes(y_train.tolist(), ids, names, unit, name, notes)
     rows = (hash(row.tobytes()) for row in x_train)
-    remark_on_copies(rows, None if owner is None else owner.tolist(), unit, [f"row {k}" for k in range(len(x_train))], notes)
+    remark_on_copies(rows, ids, unit, [f"row {k}" for k in range(len(x_train))], notes)
     if classes > public:
         notes.append(
             f"that there are {classes} classes is read off the private labels, where one record can change it; save class_names "

@@ -17,7 +17,7 @@ import numpy as np
 from erlangen.data.base import Dataset
 from erlangen.data.images import SUFFIXES, BadImage, ImageFacts, facts, files_under, is_hidden, named, read, reasons
 from erlangen.data.options import DataOptions
-from erlangen.data.owners import owners, refuse_in_both, remark_on_ids
+from erlangen.data.owners import owners, refuse_in_both, remark_on_classes, remark_on_ids
 from erlangen.data.preprocessing import DataError, Preprocessing
 from erlangen.data.shared import refuse_shared_images, remark_on_copies
 from erlangen.terminal import alone
@@ -25,6 +25,8 @@ from erlangen.terminal import alone
 #: from here on reading takes long enough for a bar
 MANY = 5000
 TEST_NAMES = ("test", "val", "valid", "validation")
+#: what else parts of a data set are called, in small letters; nothing is trained to tell them apart
+_PARTS = {*TEST_NAMES, "train", "training", "testing"}
 _T = TypeVar("_T")
 
 
@@ -73,7 +75,9 @@ def read_folder(folder: str | Path, unit: str | None = None, options: DataOption
     names = [str(path.relative_to(root)) for path in train.files]
     if unit is not None and unit_labels is not None:
         remark_on_ids(unit_labels.tolist(), names, unit, notes)
-    remark_on_copies(digests, None if unit_labels is None else unit_labels.tolist(), unit, names, notes)
+    ids = None if unit_labels is None else unit_labels.tolist()
+    remark_on_classes(train.labels, ids, classes, unit, str(root), notes)
+    remark_on_copies(digests, ids, unit, names, notes)
     _say(parts, prep, notes)
     known = options.channels != "auto" or (test is not None and not all(fact.grey for fact in test.facts))
     if not known:
@@ -98,6 +102,11 @@ def _layout(root: Path, notes: list[str]) -> tuple[Path, Path | None]:
         lonely = sorted(folders & set(TEST_NAMES))
         if lonely and len(folders) <= 2:
             raise DataError(f"{root} has a folder {lonely[0]} but none called train; put the training images into train/")
+        if len(folders) > 1 and {name.casefold() for name in folders} <= _PARTS:
+            raise DataError(
+                f"the folders {', '.join(sorted(folders))} of {root} would be its classes, and are called as parts of a data set "
+                "are: rename that of the private images to train, and that of the public ones to test"
+            )
         return root, None
     tests = [name for name in TEST_NAMES if name in folders]
     unused = sorted(folders - {"train", *tests[:1]})

@@ -53,11 +53,40 @@ def remark_on_ids(ids: Sequence[object], names: Sequence[str], unit: str, notes:
             f"{len(twice)} {unit}(s) are written in several ways ({_shown(a, b)}, say) and are protected as different ones: if "
             "they are the same, write them alike"
         )
+    if len(ids) > len(set(ids)) == 1:
+        notes.append(
+            f"all {len(ids)} images are of one {unit} ({str(ids[0])!r}), and noise that hides one hides all there is to learn: if "
+            "there are several, what says whose they are is wrong"
+        )
     if 1 < len(ids) == len(set(ids)):
         notes.append(
             f"every image has a {unit} of its own ({names[0]}: {str(ids[0])!r}), so that each is protected by itself: if a {unit} "
             "can have several, what says whose they are is wrong"
         )
+
+
+def remark_on_classes(
+    labels: Sequence[int], ids: Sequence[object] | None, names: Sequence[str], unit: str | None, source: str, notes: list[str]
+) -> None:
+    """Classes are public, by their number and their names: one that a single unit (``ids``; a record by default) makes up says
+    that this unit is in the data. Where all are such, classes were taken for what they are not, or nothing could be protected."""
+    owner: Sequence[object] = range(len(labels)) if ids is None else ids
+    held: dict[int, set[object]] = {}
+    for label, whose in zip(labels, owner, strict=True):
+        held.setdefault(label, set()).add(whose)
+    alone = [names[k] if k < len(names) else str(k) for k in sorted(held) if len(held[k]) == 1]
+    if not alone or len(set().union(*held.values())) == 1:  # of one for all `remark_on_ids` speaks
+        return
+    whom, listed = unit or "record", ", ".join(alone[:3]) + (f" and {len(alone) - 3} more" if len(alone) > 3 else "")
+    if unit is not None and len(alone) == len(held) > 2:  # two may be a small trial
+        raise DataError(
+            f"every class of {source} ({listed}) holds one {unit} only: classes are public, and so would be who is in the data, "
+            f"whatever ε is. If they are folders of {unit}s, make one folder for each class, with those of its {unit}s inside"
+        )
+    notes.append(
+        f"{len(alone)} class(es) hold one {whom} only ({listed}): classes are public, and so is then that there is one; put "
+        "classes together, or leave them out"
+    )
 
 
 def _shown(one: str, other: str) -> str:

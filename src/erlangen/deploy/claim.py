@@ -29,11 +29,13 @@ def claim(run: Path) -> dict[str, Any]:
     if found.certified is None or not found.certified["weights_compared"]:
         return {"epsilon": None, "note": OTHERS}
     document = certificate.load(path)
-    # seeded noise can be drawn again, and statistics without a guarantee may be about: ε alone would say too much
+    # seeded noise can be drawn again, and statistics without a guarantee may be about, or somebody is in the
+    # public test set: ε alone would say too much
     said = {
         "epsilon": document["guarantee"]["epsilon"], "delta": document["delta"], "unit": document["unit"],
         "neighbouring": document["neighbouring"], "randomness": document["randomness"].removesuffix(": not for release"),
-        "non_private": document["non_private"], "ledger_compared": found.certified["ledger_compared"],
+        "non_private": document["non_private"], "not_covered": document["not_covered"],
+        "ledger_compared": found.certified["ledger_compared"],
     }  # fmt: skip
     beyond = found.validation
     if beyond is None:

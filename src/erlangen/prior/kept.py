@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from erlangen.models import make_model
+from erlangen.models.public import read
 from erlangen.places import user_cache
 from erlangen.prior.learn import PriorOptions, facts_of, learn_prior, save_prior, square
 
@@ -46,11 +47,20 @@ def kept_prior(
     facts = facts_of(model, dict(model_options), shape, options)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     place = _folder() / f"{model}-{'x'.join(map(str, shape))}-{name}.safetensors"
-    if not place.is_file():
+    if not _is_whole(place):
         network, _ = learnt(model, model_options, shape, options, device, learn)
         place.parent.mkdir(parents=True, exist_ok=True)
         save_prior(network, place, facts)
     return place
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether it is there and can be read: what a full disk or a copy left behind is learnt again, as if it were not."""
+    try:
+        read(file)
+    except ValueError:
+        return False
+    return True
 
 
 def is_kept(weights: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,9 @@ from torch import nn
 
 from erlangen.accounting import certificate, certificate_check
 from erlangen.accounting.certificate_beside import Validation
+from erlangen.accounting.certificate_check import Verdict
 from erlangen.training.config import ConfigError, TrainConfig
-from erlangen.training.folder import without_places
+from erlangen.training.folder import options_of, without_places
 from erlangen.training.public import PublicPredictions
 
 #: options that do not make two runs different experiments
@@ -47,6 +48,8 @@ class Run:
     note: str = ""
     #: what private validation of the run has released, of which its certificate says nothing
     validation: Validation | None = None
+    #: what could not be compared with its certificate
+    unchecked: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -134,12 +137,13 @@ def read(folder: Path) -> Run:
     if not isinstance(summary, dict) or not isinstance(summary.get("guarantee"), dict):
         raise ReportError(f"{folder / 'summary.json'} is not the summary of a run")
     summary.setdefault("data", {})
-    document, problems, validation = _certificate(folder)
+    document, found = _certificate(folder)
+    problems = found.problems
     if document is not None and not problems:
-        problems = tuple(_contradictions(summary, document))
+        problems = (*_contradictions(summary, document), *_other_options(config, document))
     return Run(
         folder, config, summary, document, problems, history(folder), _audit(folder), PublicPredictions.load(folder),
-        validation=validation,
+        validation=found.validation, unchecked=_unchecked(found),
     )  # fmt: skip
 
 
@@ -159,15 +163,20 @@ def collect(folders: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def _certificate(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...], Validation | None]:
+def _certificate(folder: Path) -> tuple[dict[str, Any] | None, Verdict]:
     path = folder / "certificate.json"
     if not path.is_file():
-        return None, (), None
+        return None, Verdict(())
     found = certificate_check.examine(path, page=False)  # a report is a page of its own
     try:
-        return certificate.load(path), found.problems, found.validation
+        return certificate.load(path), found
     except ValueError:
-        return None, found.problems, None
+        return None, found
+
+
+def _unchecked(found: Verdict) -> tuple[str, ...]:
+    """What could not be compared with the certificate, and contradicts nothing."""
+    return tuple(words for words in found.remarks if found.validation is None or words != found.validation.words)
 
 
 def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[str]:
@@ -177,7 +186,12 @@ def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[s
         "δ": (told.get("delta"), document["delta"]), "the unit": (told.get("unit"), document["unit"]),
         "randomness": (bare(summary.get("randomness")), bare(document["randomness"])),
         "non_private": (summary.get("non_private"), document["non_private"]),
+        "the number of releases": (told.get("releases", document["steps"]), document["steps"]),
+        "the number of records": (summary["data"].get("records", document["data"]["size"]), document["data"]["size"]),
     }  # fmt: skip
+    for part in ("mechanism", "sampler"):
+        here, there = (facts if isinstance(facts, dict) else {} for facts in (told.get(part), document[part]))
+        pairs |= {f"{name} of the {part}": (here.get(name), value) for name, value in there.items()}
     for method, value in document["guarantee"]["epsilon"].items():
         stated = told.get("epsilon", {}).get(method)
         same = value is None or math.isclose(finite_or_inf(stated), finite_or_inf(value), rel_tol=1e-3)
@@ -186,17 +200,35 @@ def _contradictions(summary: dict[str, Any], document: dict[str, Any]) -> list[s
     return [f"{what} is {here!r} in summary.json, and {there!r} in the certificate" for what, here, there in unlike]
 
 
+def _other_options(config: TrainConfig, document: dict[str, Any]) -> list[str]:
+    """Options that a page would show, and the certificate has otherwise."""
+    certified = document["config"] or {}
+    return [
+        f"{name} is {value!r} in config.json, and {certified[name]!r} in the certificate"
+        for name, value in options_of(config).items()
+        if name in certified and certified[name] != value
+    ]
+
+
 def history(folder: Path) -> tuple[dict[str, Any], ...]:
     """Evaluations by step. A resumed run may have written a step twice: the last one counts. A torn line is left out."""
+    rows = dict(_evaluations(folder))
+    return tuple(rows[step] for step in sorted(rows))
+
+
+def evaluated(folder: Path) -> list[int]:
+    """The steps of all evaluations, as they were written one after the other."""
+    return [step for step, _ in _evaluations(folder)]
+
+
+def _evaluations(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     path = folder / "metrics.jsonl"
-    rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = row
+            yield int(row["step"]), row
         except (ValueError, KeyError, TypeError):
             continue
-    return tuple(rows[step] for step in sorted(rows))
 
 
 def _audit(folder: Path) -> dict[str, Any] | None:
@@ -221,4 +253,4 @@ def finite_or_inf(value: Any) -> float:
     return number if not math.isnan(number) else math.inf
 
 
-__all__ = ["ConfigError", "ReportError", "Run", "collect", "finite_or_inf", "history", "read"]
+__all__ = ["ConfigError", "ReportError", "Run", "collect", "evaluated", "finite_or_inf", "history", "read"]

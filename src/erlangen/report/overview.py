@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,18 @@ def comparability(runs: list[Run]) -> list[str]:
         else "The runs were trained on different private data: their accuracies are not of the same task."
         for what, values in facts.items()
         if len(values) > 1
+    ]
+
+
+def together(runs: list[Run]) -> list[str]:
+    """That whoever is in several of these runs has spent the ε of more than one; a comparison says it of its own (`Run.note`)."""
+    count = Counter(run.summary["data"].get("fingerprint") for run in runs if not run.note)
+    shared = sum(number for records, number in count.items() if number > 1 and records is not None)
+    if not shared:
+        return []
+    return [
+        f"{shared} of these runs were trained on records that another was trained on, too: those have spent more than the ε of any "
+        "one run (erlangen account adds runs up)."
     ]
 
 

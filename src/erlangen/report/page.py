@@ -90,7 +90,7 @@ def build(runs: Sequence[Run], details: int = DETAILS) -> Report:
     chosen = [runs[k] for k in in_detail(runs, details)]
     pages = tuple(_run_page(run, f"run{k + 1}", several) for k, run in enumerate(chosen))
     notes = list(dict.fromkeys(run.note for run in runs if run.note))
-    differences = overview.comparability(list(runs)) if several else []
+    differences = [*overview.together(list(runs)), *overview.comparability(list(runs))] if several else []
     return Report(tuple(runs), part, (*notes, *differences), pages)
 
 
@@ -193,7 +193,7 @@ def render(report: Report) -> str:
     plotly, script = get_plotlyjs().replace("</script", "<\\/script"), _asset("figures.js") + _asset("page.js")
     values = {
         "report": report,
-        "title": f"{report.runs[0].name}: private training report" if len(report.runs) == 1 else f"{len(report.runs)} private runs",
+        "title": f"{report.runs[0].name}: training report" if len(report.runs) == 1 else f"{len(report.runs)} runs",
         "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "version": erlangen.__version__,
         "style": jinja2.utils.markupsafe.Markup(_asset("page.css")),

@@ -53,7 +53,15 @@ def _headline(run: Run) -> str:
     amount = f"ε = {upper(run.spent, 3)} at δ = {small(run.delta)}{both}"
     if is_weak(run.spent):
         return f"A weak guarantee for each {_unit(run)}: {amount}, and eᵋ is {factor(run.spent)}."
+    if _allowed_by_delta(run):
+        return f"A weak guarantee for each {_unit(run)}: {amount}, and δ is above one over their number."
     return f"Each {_unit(run)} is protected: {amount}."
+
+
+def _allowed_by_delta(run: Run) -> str:
+    """What the certificate says of a δ above 1/N; empty where it is below."""
+    said = (run.certificate or {}).get("not_covered", [])
+    return next((words for words in said if isinstance(words, str) and words.startswith("delta is ")), "")
 
 
 def _meaning(run: Run) -> tuple[str, ...]:
@@ -95,12 +103,15 @@ def _warnings(run: Run) -> tuple[str, ...]:
     out = []
     if run.certificate is None and not run.problems:
         out.append("There is no certificate: the figures are those of summary.json and were not recomputed.")
-    elif run.certificate is not None and run.certificate["randomness"] != "secure":
+    elif run.certificate is not None and run.certificate["randomness"] != "secure" and run.certificate["guarantee"]["private"]:
         seeded = "reproducible" in str(run.summary.get("randomness", ""))
         why = "can be drawn again by whoever knows the seed" if seeded else "comes from an ordinary generator, which can be guessed"
         out.append(
             f"The noise {why}: good for experiments, not for release. Train with --secure before giving the model away."
         )
+    if allowed := _allowed_by_delta(run):
+        out.append(f"{allowed[0].upper()}{allowed[1:]}. Train with a smaller --delta.")
+    out += [f"{words[0].upper()}{words[1:]}." for words in run.unchecked]
     if run.validation is not None:
         out.append(
             f"Private validation cost more than training: {run.validation.words}. Figures of attackers and of the ε spent speak of "

@@ -10,7 +10,7 @@ from erlangen.accounting import Budget
 from erlangen.accounting.ledger import Ledger, Release, copy_path
 from erlangen.data import Dataset
 from erlangen.sampling import Units
-from erlangen.training.claims import STATED
+from erlangen.training.claims import STATED, not_covered
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.folder import begun_with, options_of, stream_id
 from erlangen.training.session import Session
@@ -20,7 +20,7 @@ from erlangen.training.summary import non_private
 def new_ledger(folder: Path, session: Session) -> Ledger:
     return Ledger.create(
         folder / "ledger.jsonl",
-        _header(session.run_id, session.units, session.config),
+        _header(session.run_id, session.units, session.config, session.dataset),
         data=session.dataset.fingerprint(),
         run=folder.name,
         unit=session.units.name,
@@ -41,14 +41,15 @@ def old_ledger(folder: Path, config: TrainConfig, dataset: Dataset, single_copy:
             f"the ledger of {folder} is gone, but {left[0]} is there: what it cost cannot be known. Restore ledger.jsonl, or "
             "treat the run as not private (ε = ∞)"
         )
-    header = _header(stream_id(config, dataset), Units(len(dataset), dataset.unit), config)
+    header = _header(stream_id(config, dataset), Units(len(dataset), dataset.unit, config.unit or "record"), config, dataset)
     return Ledger.create(path, header, data=dataset.fingerprint(), run=folder.name, unit=config.unit or "record")
 
 
-def _header(streams: str, units: Units, config: TrainConfig) -> dict[str, Any]:
+def _header(streams: str, units: Units, config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
     """What a run begins with and must go on with."""
     kept = {"streams": streams, "units": units.digest(), "options": options_of(config), "non_private": non_private(config)}
-    return {**kept, "stated": STATED, **begun_with(config)}
+    said = {"stated": STATED, "not_covered": not_covered(config, units, dataset)}
+    return {**kept, **said, **begun_with(config)}
 
 
 def allowed_steps(session: Session, ledger: Ledger | None) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from erlangen.accounting import AccountingError, certificate, epsilon
 from erlangen.accounting.compose import UNKNOWN, Spent, ledgers_of
 from erlangen.accounting.ledger import Ledger, LedgerError, NotALedger, read_ledger
 from erlangen.accounting.words import factor, is_weak, upper
 from erlangen.data import Dataset
+from erlangen.sampling import Units
 from erlangen.training.config import ConfigError, TrainConfig
-from erlangen.training.folder import begun_with, without_places
+from erlangen.training.folder import begun_with, run_of, without_places
 from erlangen.training.session import Session
 from erlangen.training.summary import non_private
 
@@ -29,14 +31,21 @@ IN_THE_TEST_SET = (
     "is shown as it is, without noise"
 )
 
+_OF_A_RUN = (
+    "a run's ledger lies beside them, on other records: if these are private, too, whoever is among both has spent both ε"
+)
+
 #: what no certificate of a run leaves out; its ledger says so from the beginning, because what is not there contradicts nothing
 STATED = ["sampler", "mechanism", "expected_batch", "weights"]
 
 
 def remark_on_guarantee(session: Session, say: Callable[[str], None]) -> None:
     """What the owner wants to know before the privacy is spent: a δ or an ε that protects nobody much."""
-    for remark in _allowed_by_delta(session):
+    for remark in _allowed_by_delta(session.config, session.units):
         say(f"{remark}; give a smaller δ")
+    learnt = run_of(session.config.weights)
+    if learnt is not None:
+        say(f"weights is {session.config.weights!r}: {_OF_A_RUN}; add both up with: erlangen account {quote(str(learnt[0]))} RUN")
     planned = _planned(session)
     if is_weak(planned):
         say(
@@ -91,7 +100,7 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger, weights: s
         "expected_batch": session.sampler.expected_batch,
         "secure": mechanism.noise.secure and session.sampler.secure,
         "non_private": non_private(config),
-        "not_covered": _not_covered(session),
+        "not_covered": [*dict.fromkeys([*ledger.book.not_covered, *not_covered(config, session.units, session.dataset)])],
         "audit": _audit_line(audited),
         "config": without_places(config),
         "weights": weights,
@@ -99,13 +108,14 @@ def write_certificate(session: Session, folder: Path, ledger: Ledger, weights: s
     certificate.save(document, folder)
 
 
-def _not_covered(session: Session) -> list[str]:
-    shown = _shown_in_shapes(session.dataset)
-    return [*_allowed_by_delta(session), *shown, *_taken_as_public(session.config), *_tested_in_public(session.dataset)]
+def not_covered(config: TrainConfig, units: Units, dataset: Dataset) -> list[str]:
+    """What the guarantee of this run does not speak about, beside what no guarantee does."""
+    shown = _shown_in_shapes(dataset)
+    return [*_allowed_by_delta(config, units), *shown, *_taken_as_public(config), *_tested_in_public(dataset)]
 
 
-def _allowed_by_delta(session: Session) -> list[str]:
-    delta, units = session.config.delta or 0.0, session.units
+def _allowed_by_delta(config: TrainConfig, units: Units) -> list[str]:
+    delta = config.delta or 0.0
     if delta * units.count <= 1:
         return []
     return [f"delta is {delta:g}, above 1/{units.count}: that allows to publish a {units.name} outright"]
@@ -121,9 +131,10 @@ def _taken_as_public(config: TrainConfig) -> list[str]:
     if config.weights is None:
         return []
     name, digest = Path(config.weights).name, begun_with(config)["weights"]
+    learnt = f"; {_OF_A_RUN}" if run_of(config.weights) is not None else ""
     return [
         f"the weights that training began with, {name} (SHA-256 {digest}): they are taken to be public, and what they tell about "
-        "anybody is not counted"
+        f"anybody is not counted{learnt}"
     ]
 
 

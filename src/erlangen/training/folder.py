@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from erlangen.accounting.compose import LEDGER_NAME
-from erlangen.accounting.ledger import LedgerError, copy_path, is_live, read_ledger
+from erlangen.accounting.ledger import Book, LedgerError, copy_path, is_live, read_ledger
 from erlangen.atomic import write_atomically
 from erlangen.data import Dataset, datasets
 from erlangen.data.base import digest_of
@@ -58,23 +58,32 @@ def begun_with(config: TrainConfig) -> dict[str, str]:
 
 def refuse_own_weights(config: TrainConfig, dataset: Dataset) -> None:
     """Weights that a run has learnt from these very records are not public: the certificate would leave out what that run spent."""
-    if config.weights is None:
+    found = run_of(config.weights)
+    if found is None:
         return
-    run = find(config.weights).resolve().parent
-    ledger = run / LEDGER_NAME
-    if not ledger.exists() and not copy_path(ledger).exists():
-        return
-    try:
-        book = read_ledger(ledger, single_copy=True)
-    except LedgerError as error:
-        raise ConfigError(f"weights is {config.weights!r}, of a run whose ledger cannot be read, so that whose records they were "
-                          f"learnt from is not known: {error}") from error  # fmt: skip
-    if book.steps and book.data == dataset.fingerprint():
+    run, book = found
+    if book.data == dataset.fingerprint():
         raise ConfigError(
             f"weights is {config.weights!r}, which the run {run.name!r} learnt from the records of {dataset.name}: they are not "
             f"public, and the ε of this run would leave out what that one spent. Train {run.name!r} for longer instead, or begin "
             "with weights that no record of this data had a part in"
         )
+
+
+def run_of(weights: str | None) -> tuple[Path, Book] | None:
+    """The run in whose folder the weights are, and its ledger; None where they are no run's, or it released nothing."""
+    if weights is None:
+        return None
+    run = find(weights).resolve().parent
+    ledger = run / LEDGER_NAME
+    if not ledger.exists() and not copy_path(ledger).exists():
+        return None
+    try:
+        book = read_ledger(ledger, single_copy=True)
+    except LedgerError as error:
+        raise ConfigError(f"weights is {weights!r}, of a run whose ledger cannot be read, so that whose records they were "
+                          f"learnt from is not known: {error}") from error  # fmt: skip
+    return (run, book) if book.steps else None
 
 
 def remark_on(dataset: Dataset, unit: str | None, say: Callable[[str], None]) -> None:

@@ -95,7 +95,8 @@ def load_checkpoint(session: Session, folder: Path, ledger: Ledger, say: Callabl
     state = checkpoint.load(saved)
     head = state.get("ledger")
     if not isinstance(head, dict) or not ledger.contains(head):
-        raise ConfigError(f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back")
+        raise ConfigError(f"{saved} does not belong to the ledger beside it: one of them was replaced or rolled back. "
+                          "Restore it, or treat the run as not private (ε = ∞)")  # fmt: skip
     try:
         session.load_state_dict(state)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:

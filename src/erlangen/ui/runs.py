@@ -20,7 +20,7 @@ from erlangen.accounting import LedgerError, epsilon, read_ledger
 from erlangen.accounting.compose import VALIDATION_NAME
 from erlangen.accounting.ledger import copy_path, is_live
 from erlangen.accounting.words import in_json
-from erlangen.report.folder import Run, history, read
+from erlangen.report.folder import Run, evaluated, history, read
 from erlangen.training.config import TrainConfig
 
 #: how far below the folder runs are looked for, and how many are shown
@@ -80,7 +80,7 @@ class Runs:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).resolve()
-        self._known: dict[str, tuple[Any, Seen]] = {}
+        self._known: dict[str, tuple[Any, bool, bool, Seen]] = {}
         self._lock = threading.Lock()  # one request reads at a time
 
     def names(self) -> list[str]:
@@ -99,13 +99,14 @@ class Runs:
 
     def _look(self, name: str, check: bool) -> Seen:
         folder = self.root / name
-        stamp = _stamp(folder)
-        live = not _is_finished(folder) and is_live(folder / "ledger.jsonl")
-        known = self._known.get(name)
-        if known is not None and known[0] == (stamp, live) and (known[1].epsilon is not None or not check):
-            return known[1]
+        stamp, known = _stamp(folder), self._known.get(name)
+        same = known is not None and known[0] == stamp
+        finished = known[1] if known is not None and same else _is_finished(folder)
+        live = not finished and is_live(folder / "ledger.jsonl")
+        if known is not None and same and known[2] == live and (known[3].epsilon is not None or not check):
+            return known[3]
         seen = look(folder, name, live, check)
-        self._known[name] = ((stamp, live), seen)
+        self._known[name] = (stamp, finished, live, seen)
         return seen
 
 
@@ -151,13 +152,18 @@ def _finite(value: float | None) -> float | None:
 
 
 def _is_finished(folder: Path) -> bool:
-    """A summary, and no evaluation after it (a resumed run writes some before its new summary)."""
+    """A summary, and no evaluation after it: a run that is set back and resumed evaluates at earlier steps, or at later ones.
+
+    Times of files do not say it: whoever copies a folder makes them new, in any order.
+    """
     try:
-        done = (folder / "summary.json").stat().st_mtime_ns
+        done = int(json.loads((folder / "summary.json").read_text())["steps"])
     except OSError:
         return False
-    metrics = folder / "metrics.jsonl"
-    return not metrics.is_file() or metrics.stat().st_mtime_ns <= done
+    except (ValueError, KeyError, TypeError):
+        return True  # `read` says what is wrong with it
+    steps = evaluated(folder)
+    return not steps or steps[-1] == max(steps) <= done
 
 
 def _stamp(folder: Path) -> tuple[tuple[int, int] | None, ...]:

@@ -45,7 +45,7 @@ def comparison(chosen: Sequence[Seen]) -> dict[str, Any]:
     notes = list(dict.fromkeys(run.note for run in finished if run.note))  # what their comparison says about ε
     if len(finished) > 1:
         figures.insert(0, overview.accuracy_against_epsilon(finished))
-        notes += overview.comparability(finished)
+        notes += [*overview.together(finished), *overview.comparability(finished)]
     notes += [
         f"{s.name} has not finished; it is in the second figure only." for s in chosen if s.run is None and s.config
     ]
