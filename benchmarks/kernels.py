@@ -5,10 +5,9 @@
 
 For the layers of ResNet-9 and WRN-16-4 (or of ``--model``) with few positions: the time of one physical batch by the stored path
 (gradients, norms, weighted sum), then of the kernels that store nothing, tile by tile; for the others, of tiles that form and
-store. For steerable layers also of coefficients: of kernel gradients that are stored, and added up where they are formed. Every
-variant is checked first against float64 or the stored path on random operands: norms must bound what is summed. ``--keep`` writes
-the winners for this device into the user's cache, where `erlangen.gradients.kernels.tuned` reads them. Networks of your own are
-found by ``ERLANGEN_PLUGINS``. Medians between device events, caches flushed.
+store. Every variant is checked first against float64 on fresh random operands: norms must bound what is summed. ``--keep``
+writes the winners for this device into the user's cache, where `erlangen.gradients.kernels.tuned` reads them. Networks of your
+own are found by ``ERLANGEN_PLUGINS``. Medians between device events, caches flushed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from erlangen import plugins
 from erlangen.equivariant import SteerableConv2d
-from erlangen.equivariant.tied import TiedCopies, blocks_of, coefficient_gradients, summed_gradients, tied_copies
 from erlangen.gradients import kernels
 from erlangen.gradients.kernels import conv_gradient, conv_unformed, tuned
 from erlangen.gradients.kernels.conv_gradient import FILTERS, OWNERS
@@ -51,8 +49,6 @@ class Layer:
     views: int = 1
     #: by its rule always: steerable kernels want coefficients
     formed: bool = False
-    #: where these lie in its kernel
-    tables: TiedCopies | None = field(default=None, compare=False)
 
     @property
     def plane(self) -> tuple[tuple[int, int], ...]:
@@ -109,10 +105,6 @@ GRADIENTS = (
     tuned.Gradient(False, 128, 256, 64, 8, 3, True), tuned.Gradient(False, 128, 128, 32, 4, 5, True),
     tuned.Gradient(False, 64, 256, 32, 4, 4, True),
 )  # fmt: skip
-COPIES = (
-    tuned.Copies(128, 32, 8, 5), tuned.Copies(128, 32, 4, 5), tuned.Copies(64, 32, 4, 5), tuned.Copies(128, 32, 8, 3),
-    tuned.Copies(128, 64, 8, 3), tuned.Copies(64, 32, 4, 3), tuned.Copies(64, 64, 4, 3),
-)  # fmt: skip
 NORMS = (
     tuned.Norms(64, 4, 3), tuned.Norms(128, 2, 3), tuned.Norms(128, 1, 3), tuned.Norms(64, 8, 3), tuned.Norms(128, 4, 3),
     tuned.Norms(64, 4, 5),
@@ -139,15 +131,14 @@ def layers_of(name: str, shape: tuple[int, int, int], views: int = 1) -> list[La
             seen = f"{type(conv).__name__} of {tuple(inputs[0].shape[1:])}"
             print(f"left out: {seen}, whose padding, groups or shape have no case here")
         elif conv_gradient.worth_it(layer.tokens, layer.channels, layer.outputs):
-            steerable = isinstance(conv, SteerableConv2d)
-            found.append(replace(layer, formed=steerable, tables=tied_copies(conv.expansion) if steerable else None))
+            found.append((layer, isinstance(conv, torch.nn.Conv2d)))
 
     hooks = [m.register_forward_hook(see) for m in model.modules() if isinstance(m, (torch.nn.Conv2d, SteerableConv2d))]
     with torch.no_grad():
         model(torch.zeros(1, *shape))
     for hook in hooks:
         hook.remove()
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(layer if plain else replace(layer, formed=True) for layer, plain in found))
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
@@ -284,35 +275,6 @@ def measure_stored(layer: Layer, owners: int, device: str, variants: int) -> dic
     return found
 
 
-def measure_copies(layer: Layer, owners: int, device: str, variants: int) -> dict[tuned.Copies | None, float]:
-    """Milliseconds to the coefficients from kernel gradients that are stored (None), and without these, where both are the same."""
-    if layer.tables is None:
-        return {}
-    x, d = layer.operands(owners, device)
-    few, tables = 3 * layer.views, layer.tables.to(x.device)
-
-    def coefficients(rows: int | None, setting: tuned.Copies | None) -> tuple[Tensor, Tensor]:
-        a, b = x[:rows], d[:rows]
-        if setting is None:
-            kernels, _ = conv_gradient.conv_gradient(a, b, layer.views, *layer.plane)
-            return coefficient_gradients(kernels, tables, None)
-        return summed_gradients(a, b, layer.views, layer.plane, blocks[setting.width], None, setting)  # type: ignore[arg-type]
-
-    widths = {setting.width for setting in COPIES[:variants]}
-    blocks = {w: made.to(x.device) for w in widths if (made := blocks_of(layer.tables, w)) is not None}
-    found: dict[tuned.Copies | None, float] = {None: milliseconds(lambda: coefficients(None, None), device)}
-    sizes = lambda g: g.double().square().sum(1)  # noqa: E731
-    wanted = coefficients(few, None)[1].double()
-    for setting in (s for s in COPIES[:variants] if s.width in blocks):
-        try:
-            g, norms = coefficients(few, setting)
-            if torch.allclose(norms.double(), sizes(g), rtol=1e-4) and torch.allclose(norms.double(), wanted, rtol=2e-2):
-                found[setting] = milliseconds(lambda s=setting: coefficients(None, s), device)
-        except Exception as error:  # a tile that this device cannot hold
-            print(f"    refused   {setting}: {type(error).__name__}", flush=True)
-    return found
-
-
 def keep(reports: list[Report], machine: str) -> None:
     """The winners, by shape; norms by positions alone, the fastest in total over the layers that have them."""
     for report in reports:
@@ -374,17 +336,8 @@ def main() -> None:
         print(f"{layer}, {args.owners} records, formed and stored:")
         for setting, ms in found.items():
             print(f"    {ms:8.3f}  {setting or 'built in'}", flush=True)
-    summed = {one: measure_copies(one, args.owners, args.device, args.variants) for one in chosen if one.tables is not None}
-    for layer, ways in summed.items():
-        print(f"{layer}, {args.owners} records, coefficients:")
-        for way, ms in ways.items():
-            print(f"    {ms:8.3f}  {way or 'of stored kernel gradients'}", flush=True)
     if args.keep:
         keep(reports, tuned.machine())
-        for layer, ways in summed.items():
-            fastest = min(ways, key=ways.__getitem__)
-            if fastest is not None and ways[fastest] < 0.97 * ways[None]:
-                tuned.keep(tuned.machine(), "copies", f"{layer.tokens}x{layer.outputs}x{layer.channels}", fastest)
         for layer, found in larger.items():
             best = min(found, key=found.__getitem__, default=None)
             if best is not None and found[best] < 0.97 * found.get(None, float("inf")):
@@ -393,7 +346,6 @@ def main() -> None:
     if args.json:
         print(json.dumps({"benchmark": "kernels", "device": name, "torch": torch.__version__, "owners": args.owners,
                           "stored": {str(k): {str(s): ms for s, ms in v.items()} for k, v in larger.items()},
-                          "coefficients": {str(k): {str(s): ms for s, ms in v.items()} for k, v in summed.items()},
                           "layers": [r.rows() for r in reports]}))  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from tests.scripts import script
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot run, not even interpreted")
 
-from erlangen.equivariant import dihedral, regular_fields
 from erlangen.gradients import kernels
 from erlangen.gradients.kernels import conv_unformed, tuned
 
@@ -16,10 +15,6 @@ if not kernels.INTERPRETED:
     pytest.skip("the interpreter is for machines without a GPU; on others run the benchmark", allow_module_level=True)
 
 bench = script("kernels")
-
-def bench_fields(count):
-    return regular_fields(dihedral(4), count)
-
 
 LAYER, CENTRED = bench.Layer("a network", 16, 16, 2), bench.Layer("a network", 16, 16, 2, 1, 2, centred=True)
 VIEWED = bench.Layer("a network", 16, 16, 2, views=2)
@@ -69,27 +64,6 @@ def test_the_layers_of_a_network_are_those_that_it_runs():
     steerable = bench.layers_of("eq-resnet9-tuned", (3, 32, 32), views=4)
     assert [layer.tokens for layer in steerable] == [4 * size**2 for size in (32, 16, 16, 8, 4)]
     assert not any(layer.unformed for layer in steerable), "coefficients are summed from kernels that were formed"
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_coefficients_are_measured_both_ways_and_wrong_ones_refused(broken, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels, "FORCED", True)
-    layer = bench.SteerableConv2d(bench_fields(2), bench_fields(2), 3, padding=1, basis="pixel")
-    one = bench.Layer("a network", 16, 16, 4, views=2, formed=True, tables=bench.tied_copies(layer.expansion))
-    if broken:
-        right = bench.summed_gradients
-        monkeypatch.setattr(bench, "summed_gradients", lambda *given: tuple(2 * t for t in right(*given)))
-    found = bench.measure_copies(one, 3, "cpu", 1)
-    assert set(found) == ({None} if broken else {None, bench.COPIES[0]})
-    monkeypatch.setattr(tuned, "path", lambda: tmp_path / "kernels.json")
-    monkeypatch.setattr(tuned, "machine", lambda: "a device")
-    tuned._table.cache_clear()
-    try:
-        tuned.keep("a device", "copies", f"{one.tokens}x16x16", bench.COPIES[0])
-        assert tuned.copies(32, 16, 16) == bench.COPIES[0]
-        assert tuned.copies(64, 16, 16) is None
-    finally:
-        tuned._table.cache_clear()
 
 
 def test_layers_without_a_case_are_named(capsys):

@@ -174,18 +174,18 @@ def test_kernels_are_expanded_anew_for_every_logical_batch(monkeypatch):
     """An optimizer that writes to ``p.data`` leaves no trace in the version of a parameter."""
     pytest.importorskip("triton")
     from erlangen.equivariant import SteerableConv2d, cyclic, regular_fields
-    from erlangen.gradients.rules.steerable import _expanded, conv_geometry
+    from erlangen.gradients.rules.steerable import _expanded
 
     monkeypatch.setattr(kernels, "FORCED", True)
     fields = regular_fields(cyclic(4), 1)
     conv = SteerableConv2d(fields, fields, 3)
-    tape, batch = Tape(dict(conv.named_parameters())), conv_geometry(conv, torch.randn(1, 4, 5, 5))
-    before = _expanded(conv, tape, *batch)[0]
-    assert _expanded(conv, tape, *batch)[0] is before, "physical parts of a batch share the kernel"
+    tape, x = Tape(dict(conv.named_parameters())), torch.randn(1, 4, 5, 5)
+    before = _expanded(conv, tape, x)[0]
+    assert _expanded(conv, tape, x)[0] is before, "physical parts of a batch share the kernel"
     pickle.loads(pickle.dumps(conv))  # a private module is saved as any other
     conv.weight.data.mul_(2.0)
     tape.logical += 1
-    torch.testing.assert_close(_expanded(conv, tape, *batch)[0], 2 * before)
+    torch.testing.assert_close(_expanded(conv, tape, x)[0], 2 * before)
 
 
 @pytest.mark.parametrize("views", [1, 2])

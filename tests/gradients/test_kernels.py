@@ -105,9 +105,16 @@ def test_tied_sum_is_its_twin(scaled, jacobian):
     a = torch.randn(entries, device=DEVICE)
     rows = lambda: torch.randn(fields, entries, device=DEVICE)  # noqa: E731
     vectors = tied_sum.Standardisation(rows(), rows(), torch.rand(fields, device=DEVICE), a / a.norm())
-    found = tied_sum.tied_sum(kernels, source, scale, vectors if jacobian else None)
-    for f, w in zip(found, tied_sum.reference(kernels, source, scale, vectors if jacobian else None), strict=True):
+    given = kernels, source, scale, vectors if jacobian else None
+    found, exact = tied_sum.tied_sum(*given), tied_sum.reference(*given)
+    for f, w in zip(found, exact, strict=True):
         close(f, w, 1e-5)
+    kept, norms = tied_sum.tied_sum(*given, torch.bfloat16)
+    assert kept.dtype == torch.bfloat16
+    close(kept, exact[0], torch.finfo(torch.bfloat16).eps)
+    close(norms, kept.double().square().sum((1, 2)), 1e-6)  # of what is kept: it is what will be summed
+    for f, w in zip((kept, norms), tied_sum.reference(*given, torch.bfloat16), strict=True):
+        close(f, w, 2 * torch.finfo(torch.bfloat16).eps)  # the interpreter cuts, and does not round
 
 
 @pytest.mark.parametrize("length", [9, 1100])

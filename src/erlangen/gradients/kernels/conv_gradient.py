@@ -195,12 +195,12 @@ def _built_in(tokens: int, channels: int, kernel: Pair, area: int) -> tuned.Grad
     return tuned.Gradient(False, 128, 128, 32, 8, 4) if area <= 64 else tuned.Gradient(False, 128, 128, 64, 4, 3)
 
 
-def stages_of(wanted: int, tile: int, x: Tensor) -> int:
-    """As many as are asked for, or as this device's memory for one program holds; ``tile``: entries that a stage reads."""
+def _stages(setting: tuned.Gradient, tile: int, x: Tensor) -> int:
+    """As many as the setting asks for, or as this device's memory for one program holds; ``tile``: entries that a stage reads."""
     if not x.is_cuda:
-        return wanted
+        return setting.stages
     room = getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 1 << 20)
-    return max(1, min(wanted, room // (tile * x.element_size())))
+    return max(1, min(setting.stages, room // (tile * x.element_size())))
 
 
 def _tile(channels: int, most: int) -> Pair:
@@ -251,7 +251,7 @@ def conv_gradient(
         x, d, out, beside, tokens, height, width, out_height, out_width, channels, outputs, *kernel, *stride, *padding,
         *dilation, views, tile_o, block_o,
     )  # fmt: skip
-    stages = stages_of(setting.stages, block * (block_o + (3 if by_row else 1) * block_c), x)
+    stages = _stages(setting, block * (block_o + (3 if by_row else 1) * block_c), x)
     runs = {"num_warps": setting.warps, "num_stages": stages}
     if setting.flat:
         _columns[grid](*given, block_c, block, min(8, channels & -channels), norms, **runs)

@@ -76,19 +76,6 @@ class Gradient:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Coefficients that are added up where they are formed: columns of a block, pixels at a time, how a program runs."""
-
-    width: int
-    block: int
-    warps: int
-    stages: int
-
-    def sensible(self) -> bool:
-        return self.width in (64, 128) and self.block in (32, 64, 128) and self.warps in (4, 8) and 1 <= self.stages <= 8
-
-
 #: by the positions of an owner, rounded up to a power of two; 16 and 64 measured best on an H200
 NORMS = {16: Norms(128, 1, 3), 32: Norms(128, 2, 3), 64: Norms(128, 4, 3), 128: Norms(64, 8, 3)}
 SUMS = {16: Sum(128, 64, 4, 7), 32: Sum(128, 64, 4, 5), 64: Sum(64, 128, 4, 5), 128: Sum(128, 128, 8, 5)}
@@ -109,16 +96,11 @@ def gradient(tokens: int, outputs: int, channels: int) -> Gradient | None:
     return _entry("gradients", f"{tokens}x{outputs}x{channels}", Gradient)
 
 
-def copies(tokens: int, outputs: int, channels: int) -> Copies | None:
-    """The tile with which coefficients of these shapes were measured to be faster added up where they are formed, if any."""
-    return _entry("copies", f"{tokens}x{outputs}x{channels}", Copies)
-
-
 def path() -> Path:
     return user_cache() / "kernels.json"
 
 
-def keep(machine: str, kind: str, key: str, setting: Norms | Sum | Gradient | Copies) -> None:
+def keep(machine: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> None:
     """Write one measured choice for a machine, by its name."""
     known = _file()
     known.setdefault(machine, {}).setdefault(kind, {})[key] = asdict(setting)

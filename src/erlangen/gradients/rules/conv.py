@@ -128,7 +128,7 @@ class Conv(Piece):
 
     def by_kernel(self, norms: int = conv_gradient.NOTHING) -> tuple[Tensor, Tensor]:
         """`by_tap`, and what is asked for beside it."""
-        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self.plane(), norms)
+        return conv_gradient.conv_gradient(self.x, self.d, self.views, *self._plane(), norms)
 
     def formed(self) -> Piece:
         if not self.has_kernel():
@@ -136,7 +136,7 @@ class Conv(Piece):
         g, norms = self.by_kernel(conv_gradient.OWNERS)
         return Dense(g.unflatten(2, self.geometry.kernel).movedim(-1, 2), norms)
 
-    def plane(self) -> tuple[Any, Any, Any, Any]:
+    def _plane(self) -> tuple[Any, Any, Any, Any]:
         g = self.geometry
         return g.kernel, g.stride, g.padding, g.dilation
 
@@ -209,7 +209,7 @@ class Conv(Piece):
         if self.measured_formed:
             return self.sum_of_formed(w)
         if self.euclidean_only:
-            total = conv_unformed.weighted_sum(self.x, self.d, w, self.views, *self.plane())
+            total = conv_unformed.weighted_sum(self.x, self.d, w, self.views, *self._plane())
             return total.unflatten(1, self.geometry.kernel).movedim(-1, 1)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
         x, d, w = self.x.to(precise), self.d.to(precise), w.to(precise)
@@ -227,7 +227,7 @@ class Conv(Piece):
 
     def unformed_norms(self, inverse: Tensor | None = None) -> Tensor:
         """Squared norms by the kernel, bounds of what it will add up; ``inverse`` as in `conv_unformed.reference`."""
-        return conv_unformed.squared_norms(self.x, self.d, self.views, *self.plane(), inverse)
+        return conv_unformed.squared_norms(self.x, self.d, self.views, *self._plane(), inverse)
 
     def precise(self) -> Conv:
         high = accumulate_dtype(self.d)

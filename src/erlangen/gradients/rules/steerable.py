@@ -7,7 +7,6 @@ Registered by the import of `erlangen.equivariant`, so that models without such 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from erlangen.equivariant.conv import SteerableConv2d
 from erlangen.equivariant.nonlinearities import NormNonlinearity, Pointwise
 from erlangen.equivariant.norms import EquivariantGroupNorm, FieldInstanceNorm
 from erlangen.equivariant.pooling import SpatialMaxPool
-from erlangen.equivariant.tied import blocks_of, coefficient_gradients, jacobian, summed_gradients, tied_copies
+from erlangen.equivariant.tied import coefficient_gradients, jacobian, tied_copies
 from erlangen.gradients.joined import (
     NormLayer,
     activation_name,
@@ -33,7 +32,7 @@ from erlangen.gradients.joined import (
     suits,
 )
 from erlangen.gradients.joined import apply as joined
-from erlangen.gradients.kernels import tuned, usable
+from erlangen.gradients.kernels import usable
 from erlangen.gradients.kernels.conv2d import compute_dtype
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.pieces import Dense, Piece, Weight
@@ -43,9 +42,6 @@ from erlangen.gradients.rules.conv import Conv, Geometry, Windows, computed
 from erlangen.gradients.rules.norm import over_positions
 from erlangen.gradients.sums import over_views, row_sum, squared_norms
 from erlangen.gradients.tape import Tape
-
-#: the gradients of some owners at once, by kernels
-Form = Callable[[Conv | Windows], Piece]
 
 
 class Steerable(Piece):
@@ -62,7 +58,7 @@ class Steerable(Piece):
         self,
         conv: Conv | Windows,
         pull: Callable[[Tensor], Tensor],
-        fused: Form | None = None,
+        fused: Callable[[Tensor], Piece] | None = None,
         direct: Callable[[Conv], Tensor] | None = None,
     ) -> None:
         self.conv, self.pull, self.fused, self.direct = conv, pull, fused, direct
@@ -79,7 +75,7 @@ class Steerable(Piece):
     def formed(self) -> Piece:
         if self.fused is None or not self.count:
             return super().formed()
-        parts = [self.fused(part) for part in self.conv.chunks()]  # type: ignore[arg-type]
+        parts = [self.fused(part.by_tap()) for part in self.conv.chunks()]  # type: ignore[attr-defined]
         return parts[0] if len(parts) == 1 else Ordered.joined(parts)  # type: ignore[arg-type]
 
     def weighted_sum(self, w: Tensor) -> Tensor:
@@ -139,7 +135,7 @@ class Ordered(Piece):
 def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Tensor:
     x, geometry = conv_geometry(module, x)
     weight, bias = module.weight, module.bias
-    kernel, shift, fused = _expanded(module, tape, x, geometry)
+    kernel, shift, fused = _expanded(module, tape, x)
     out, kept, of_kernel = computed(x, kernel, shift, geometry)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
@@ -153,14 +149,13 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
     return tape.tap(out, (kept,), (weight, bias), pieces)
 
 
+Form = Callable[[Tensor], Piece]
 #: beside the modules, not in them: copies and pickles of a module stay ordinary
 _EXPANDED: WeakKeyDictionary[SteerableConv2d, tuple[Any, tuple[Tensor, Tensor | None, Form | None]]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def _expanded(
-    module: SteerableConv2d, tape: Tape, x: Tensor, geometry: Geometry
-) -> tuple[Tensor, Tensor | None, Form | None]:
+def _expanded(module: SteerableConv2d, tape: Tape, x: Tensor) -> tuple[Tensor, Tensor | None, Form | None]:
     """The dense kernel, the dense bias, and the fused way to coefficient gradients where there is one.
 
     On a GPU they are kept until the parameters change: the physical parts of a logical batch share them. Parameters that
@@ -170,53 +165,36 @@ def _expanded(
         return module.kernel(), module.dense_bias(), None
     dtype = compute_dtype(x)
     state = tuple((p.data_ptr(), p._version) for p in (module.weight, module.bias) if p is not None)
-    tokens = _tokens(x, tape, geometry)
-    key, known = (state, dtype, id(tape), tape.logical, tokens), _EXPANDED.get(module)
+    known = _EXPANDED.get(module)
+    key = state, dtype, id(tape), tape.logical
     if known is not None and known[0] == key:
         return known[1]
     kernel, shift = module.kernel(), module.dense_bias()
-    form = _fused(module, tokens) if module.groups == 1 and module.weight.dtype == torch.float32 else None
+    form = _fused(module) if module.groups == 1 and module.weight.dtype == torch.float32 else None
     result = kernel.to(dtype, memory_format=torch.channels_last), shift, form
     _EXPANDED[module] = (key, result)
     return result
 
 
-def _tokens(x: Tensor, tape: Tape, geometry: Geometry) -> int:
-    """Positions of an owner, in all its views."""
-    g, views = geometry, 1 if tape.rows is None else tape.rows.views
-    sizes = zip(x.shape[2:], g.kernel, g.stride, g.padding, g.dilation, strict=True)
-    return views * math.prod((n + 2 * p - e * (k - 1) - 1) // s + 1 for n, k, s, p, e in sizes)
-
-
-def _fused(module: SteerableConv2d, tokens: int) -> Form | None:
-    """Kernel gradients → coefficient gradients in one pass, or coefficients added up where they are formed, if that was measured
-    to be faster; where kernels are orbit sums."""
-    tables, device = _tied(module), module.weight.device
+def _fused(module: SteerableConv2d) -> Form | None:
+    """Kernel gradients [n, C_out, taps, C_in] → coefficient gradients in one pass, where kernels are orbit sums."""
+    device = module.weight.device
+    if "tied" not in module.__dict__:
+        module.__dict__["tied"] = tied_copies(module.expansion)
+    tables = module.__dict__["tied"]
     if tables is None:
         return None
-    setting = tuned.copies(tokens, module.out_type.size, module.in_type.size)
-    blocks = None if setting is None else _tied(module, setting.width)
-    tables = tables if blocks is None else blocks.kernels
+    if tables.source.device != device:
+        tables = module.__dict__["tied"] = tables.to(device)
+    length = tables.order.numel()
     standard = jacobian(module.expansion, module.weight, module.eps, tables.order) if module.standardise else None
-    order = (torch.arange(tables.fields, device=device)[:, None] * tables.order.numel() + tables.order).flatten()
+    order = (torch.arange(tables.fields, device=device)[:, None] * length + tables.order).flatten()
 
-    def form(conv: Conv | Windows) -> Piece:
-        if blocks is not None and setting is not None and isinstance(conv, Conv) and conv.has_kernel():
-            g, norms = summed_gradients(conv.x, conv.d, conv.views, conv.plane(), blocks, standard, setting)
-        else:
-            g, norms = coefficient_gradients(conv.by_tap(), tables, standard)
+    def form(kernels: Tensor) -> Piece:
+        g, norms = coefficient_gradients(kernels, tables, standard)
         return Ordered(g, order, norms)
 
     return form
-
-
-def _tied(module: SteerableConv2d, width: int | None = None) -> Any:
-    """Where copies lie, in blocks of a width if it is given; kept with the module, on the device of its weights."""
-    held, key = module.__dict__.setdefault("tied", {}), (width, module.weight.device)
-    if key not in held:
-        found = tied_copies(module.expansion) if width is None else blocks_of(_tied(module), width)
-        held[key] = None if found is None else found.to(module.weight.device)
-    return held[key]
 
 
 @torch.no_grad()
