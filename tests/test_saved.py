@@ -82,6 +82,23 @@ def test_what_was_fetched_ahead_is_not_in_the_file(options, tmp_path):
         assert torch.equal(a, b)
 
 
+def test_loops_that_overlap_are_gone_on_with_after_the_last_draw_of_both(tmp_path):
+    """A loop that fetched ahead, another one, and the first again: a seeded training that goes on releases no draw twice."""
+    engine, model, optimizer, loader = private(seed=3, fetchers=2)
+    first, released = iter(loader), []
+    for batches in (first, iter(loader), first):
+        x, y = next(batches)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        released.append(engine.training.draw.step)
+    assert released[0] < released[2] < released[1], "the second loop begins behind what the first one has fetched"
+    engine.save_checkpoint(path=tmp_path / "c", optimizer=optimizer)
+    again, *rest = private(seed=3)
+    again.load_checkpoint(path=tmp_path / "c", optimizer=rest[1])
+    assert again.training.sampler.step > max(released)
+
+
 def test_unseeded_trainings_draw_other_noise_after_the_same_file(tmp_path):
     first, *parts = private()
     epochs(1, *parts)

@@ -90,7 +90,7 @@ class PrivateTraining:
         self._drawn: float | None = None
         #: which draw of the sampler that batch is; None where it was announced by hand
         self._draw: Draw | None = None
-        #: the draw after that of the last release: with worker processes a loader is ahead of it, by more the smaller batches are
+        #: the draw after the last one that was released: with worker processes loaders are ahead, by more the smaller batches are
         self.place = sampler.step
         #: whether who announces by hand draws by `sampler`; otherwise nobody knows how, and nothing is amplified
         self.own_draws = False
@@ -168,8 +168,8 @@ class PrivateTraining:
         """Set the private gradient of all that was accumulated since the last release; once per logical batch."""
         private = self.noised() if self.workers.alone else joint.release(self)
         self._pending, self._drawn = False, None
-        if self._draw is not None:
-            self.place = self._draw.step + 1
+        if self._draw is not None:  # of loops that overlap, one may be behind the other's release
+            self.place = max(self.place, self._draw.step + 1)
         self._hand_over(private)
 
     def noised(self) -> joint.Private:

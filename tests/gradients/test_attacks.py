@@ -180,9 +180,11 @@ def test_kernels_are_expanded_anew_for_every_logical_batch(monkeypatch):
     fields = regular_fields(cyclic(4), 1)
     conv = SteerableConv2d(fields, fields, 3)
     tape, x = Tape(dict(conv.named_parameters())), torch.randn(1, 4, 5, 5)
+    own, size = set(vars(conv)), len(pickle.dumps(conv))
     before = _expanded(conv, tape, x)[0]
     assert _expanded(conv, tape, x)[0] is before, "physical parts of a batch share the kernel"
-    pickle.loads(pickle.dumps(conv))  # a private module is saved as any other
+    assert set(vars(conv)) == own, "tables of copies stay beside it: a file would name the device on which it was trained"
+    assert abs(len(pickle.dumps(conv)) - size) < 100  # a private module is saved as any other
     conv.weight.data.mul_(2.0)
     tape.logical += 1
     torch.testing.assert_close(_expanded(conv, tape, x)[0], 2 * before)

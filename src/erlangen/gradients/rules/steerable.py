@@ -21,7 +21,7 @@ from erlangen.equivariant.conv import SteerableConv2d
 from erlangen.equivariant.nonlinearities import NormNonlinearity, Pointwise
 from erlangen.equivariant.norms import EquivariantGroupNorm, FieldInstanceNorm
 from erlangen.equivariant.pooling import SpatialMaxPool
-from erlangen.equivariant.tied import coefficient_gradients, jacobian, tied_copies
+from erlangen.equivariant.tied import TiedCopies, coefficient_gradients, jacobian, tied_copies
 from erlangen.gradients.joined import (
     NormLayer,
     activation_name,
@@ -152,6 +152,7 @@ def steerable_convolution(module: SteerableConv2d, tape: Tape, x: Tensor) -> Ten
 Form = Callable[[Tensor], Piece]
 #: beside the modules, not in them: copies and pickles of a module stay ordinary
 _EXPANDED: WeakKeyDictionary[SteerableConv2d, tuple[Any, tuple[Tensor, Tensor | None, Form | None]]] = WeakKeyDictionary()
+_TIED: WeakKeyDictionary[SteerableConv2d, dict[torch.device, TiedCopies | None]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -178,14 +179,9 @@ def _expanded(module: SteerableConv2d, tape: Tape, x: Tensor) -> tuple[Tensor, T
 
 def _fused(module: SteerableConv2d) -> Form | None:
     """Kernel gradients [n, C_out, taps, C_in] → coefficient gradients in one pass, where kernels are orbit sums."""
-    device = module.weight.device
-    if "tied" not in module.__dict__:
-        module.__dict__["tied"] = tied_copies(module.expansion)
-    tables = module.__dict__["tied"]
+    tables, device = _tied(module), module.weight.device
     if tables is None:
         return None
-    if tables.source.device != device:
-        tables = module.__dict__["tied"] = tables.to(device)
     length = tables.order.numel()
     standard = jacobian(module.expansion, module.weight, module.eps, tables.order) if module.standardise else None
     order = (torch.arange(tables.fields, device=device)[:, None] * length + tables.order).flatten()
@@ -195,6 +191,15 @@ def _fused(module: SteerableConv2d) -> Form | None:
         return Ordered(g, order, norms)
 
     return form
+
+
+def _tied(module: SteerableConv2d) -> TiedCopies | None:
+    """Where copies lie, on the device of the module's weights."""
+    held, device = _TIED.setdefault(module, {}), module.weight.device
+    if device not in held:
+        tables = tied_copies(module.expansion)
+        held[device] = None if tables is None else tables.to(device)
+    return held[device]
 
 
 @torch.no_grad()
