@@ -246,6 +246,16 @@ def test_filtered_maps_are_summed_as_they_were_measured(what, monkeypatch):
             assert float((alone - left).norm() / left.norm()) < 4 * torch.finfo(HALF).eps
             assert bool((energy[:, k] <= alone.square().sum(1) * 1.01).all()), "rounded outwards, by little"
     assert rows._formed is None
+    if what == "random":  # measured otherwise afterwards: the sum goes along
+        weights = torch.ones(2, 2, device=DEVICE)
+        behind = rows.weighted_sum(weights)
+        rows.energy()
+        whole = rows.weighted_sum(weights).double()
+        assert float((whole - formed.sum(1)).norm() / whole.norm()) < 4 * torch.finfo(HALF).eps
+        rows.dense()
+        rows.filtered_energy(by)
+        assert torch.equal(rows.weighted_sum(weights), rows.form().weighted_sum(weights))
+        assert not torch.allclose(behind.double(), whole)
 
 
 # -- members are their sessions ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from erlangen.equivariant.expansion import KernelBlock, KernelExpansion
+from erlangen.equivariant.tied import tied_block
 from erlangen.gradients.tracing import is_followed
 
 if TYPE_CHECKING:
@@ -27,15 +28,6 @@ FEWEST = 8
 
 #: rows of [window, copy] that make each orbit sum of so many owners, [owners·L, copies], by which axis of a window is innermost
 _PLACES: WeakKeyDictionary[KernelExpansion, dict[bool, Tensor]] = WeakKeyDictionary()
-
-
-def tied_block(expansion: KernelExpansion) -> KernelBlock | None:
-    """The one block of a layer from one kind of field to one other, by orbits; None of any other layer."""
-    if len(expansion.blocks) != 1 or expansion.in_order is not None or expansion.out_order is not None:
-        return None
-    block = next(iter(expansion.blocks.values()))
-    assert isinstance(block, KernelBlock)
-    return None if block.members is None else block
 
 
 def suits(conv: Conv, expansion: KernelExpansion) -> bool:

@@ -34,14 +34,21 @@ class TiedCopies:
         )
 
 
-def tied_copies(expansion: KernelExpansion) -> TiedCopies | None:
-    """The tables of a layer from one kind of field to one other, by orbits; None for any other layer."""
+def tied_block(expansion: KernelExpansion) -> KernelBlock | None:
+    """The one block of a layer from one kind of field to one other, by orbits; None of any other layer."""
     if len(expansion.blocks) != 1 or expansion.in_order is not None or expansion.out_order is not None:
         return None
     block = next(iter(expansion.blocks.values()))
     assert isinstance(block, KernelBlock)
-    if block.members is None or expansion.get_buffer("mean_0").shape[0] > 1:
+    return None if block.members is None else block
+
+
+def tied_copies(expansion: KernelExpansion) -> TiedCopies | None:
+    """The tables of a layer from one kind of field to one other, by orbits; None for any other layer."""
+    block = tied_block(expansion)
+    if block is None or expansion.get_buffer("mean_0").shape[0] > 1:
         return None
+    assert block.members is not None
     taps, channels = block.size**2, block.fields_in * block.d_in
     members = block.members.cpu()  # [copies, orbits]: entry (element, tap) of each copy's row
     element, tap = members // taps, members % taps

@@ -202,12 +202,13 @@ class Unformed(Rows):
         return self._formed
 
     def energy(self, metric: Tensor | None = None) -> Tensor:
+        self._behind = None  # what is summed is what was measured last
         if metric is not None or self._formed is not None:
             return self.form().energy(metric)
         return conv_unformed.squared_norms(self.x, self.d, 1, *self.plane).double().unflatten(0, (self.models, -1))
 
     def filtered_energy(self, by: Filter, metric: Tensor | None = None) -> Tensor:
-        taps = math.prod(self.plane.size)
+        self._behind, taps = None, math.prod(self.plane.size)
         if metric is not None or self._formed is not None or by.size != taps or not by.everywhere:
             return self.form().filtered_energy(by, metric)
         y = filtered_maps(self.x, by.columns.float(), *self.plane)
