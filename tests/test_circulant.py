@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from erlangen import PrivacyEngine
 from erlangen.circulant import CirculantConv2d, CirculantLinear, expand, make_circulant, nearest
+from erlangen.circulant.algebra import coordinates, real_bins, scales
 from erlangen.gradients import RowMap, Tape, attach, detach
 from erlangen.gradients.registry import find_rule
 from tests.gradients.reference import assert_same, one_by_one, recorded
@@ -83,6 +84,73 @@ def test_convolution_per_sample_gradients(shape, kernel):
     x = torch.randn(3, inputs, 4, 5, dtype=torch.float64)
     for strategy in ("auto", "norms-first"):
         assert_same(recorded(layer, (x,), strategy=strategy), one_by_one(layer, (x,)))
+
+
+@pytest.mark.parametrize("block", range(1, 10))
+def test_coordinates_are_the_unitary_spectrum(block):
+    """Orthonormal, and DC, Nyquist, √2·Re, √2·Im of torch's transform."""
+    x = torch.randn(3, block, dtype=torch.float64)
+    matrix, hat = coordinates(block, x), torch.fft.rfft(x, norm="ortho")
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(block, dtype=torch.float64))
+    real, middle = real_bins(block), slice(1, (block + 1) // 2)
+    pairs = torch.stack([hat.real[:, middle], hat.imag[:, middle]], 2).flatten(1) * math.sqrt(2)
+    ends = hat.real[:, [0, -1][:real]]
+    torch.testing.assert_close(x @ matrix.T, torch.cat([ends, pairs], 1))
+    w_hat = torch.fft.rfft(x)  # what `scales` says of kernels
+    entries = torch.cat([w_hat.real[:, [0, -1][:real]], torch.view_as_real(w_hat[:, middle]).flatten(1)], 1)
+    torch.testing.assert_close(x @ matrix.T * scales(block, x), entries)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "materialise", "norms-first"])
+@pytest.mark.parametrize(("block", "map_size"), [(1, 5), (2, 4), (4, 3), (4, 16), (5, 4), (8, 6)])
+def test_kernels_are_measured_in_their_spectra(block, map_size, strategy):
+    """Norms, weighted sums, non-finite owners and the gradients themselves, with two views of every owner."""
+    torch.manual_seed(block)
+    layer = CirculantConv2d(2 * block, 3 * block, 3, block, padding=1, bias=False).double()
+    x = torch.randn(8, 2 * block, map_size, map_size, dtype=torch.float64)
+    rows = RowMap.regular(4, 2)
+    got = recorded(layer, (x,), strategy=strategy, rows=rows)
+    want = one_by_one(layer, (x,))["weight"].unflatten(0, (4, 2)).mean(1)
+    norms, weights = got.norms_squared()["weight"], torch.rand(4, dtype=torch.float64)
+    torch.testing.assert_close(norms, want.flatten(1).square().sum(1))
+    torch.testing.assert_close(got.weighted_sum({"weight": weights})["weight"], torch.einsum("n,n...->...", weights, want))
+    torch.testing.assert_close(got.dense("weight"), want)
+    bad = torch.tensor([False, True, False, False])
+    left = got.without(bad)
+    torch.testing.assert_close(left.weighted_sum({"weight": weights})["weight"], torch.einsum("n,n...->...", weights * ~bad, want))
+    torch.testing.assert_close(left.norms_squared()["weight"], norms * ~bad)
+    # in another geometry than the Euclidean one gradients are formed, a chunk of owners at a time
+    metric = torch.rand(layer.weight.shape, dtype=torch.float64)
+    again = recorded(layer, (x,), strategy=strategy, rows=rows).norms_squared(lambda _: metric)["weight"]
+    torch.testing.assert_close(again, (metric * want).flatten(1).square().sum(1))
+
+
+def test_chunks_of_owners_cover_all(monkeypatch):
+    monkeypatch.setattr("erlangen.gradients.pieces.CHUNK_FLOATS", {"cpu": 600})
+    layer = CirculantConv2d(8, 8, 3, 4, padding=1, bias=False).double()
+    x = torch.randn(7, 8, 6, 6, dtype=torch.float64)
+    want, metric = one_by_one(layer, (x,))["weight"], torch.rand(layer.weight.shape, dtype=torch.float64)
+    got = recorded(layer, (x,), strategy="norms-first")
+    assert len(got._pieces["weight"].chunks()) > 1
+    torch.testing.assert_close(got.norms_squared(lambda _: metric)["weight"], (metric * want).flatten(1).square().sum(1))
+    weights = torch.rand(7, dtype=torch.float64)
+    torch.testing.assert_close(got.weighted_sum({"weight": weights})["weight"], torch.einsum("n,n...->...", weights, want))
+
+
+def test_no_kernel_gradient_is_above_its_norm_when_terms_cancel():
+    """Two maps of huge entries that nearly cancel: clipped by its norm, what is summed is never longer than the bound."""
+    torch.manual_seed(0)
+    for strategy in ("auto", "norms-first"):
+        for size in (1e2, 1e5, 1e8):
+            layer = CirculantConv2d(8, 8, 3, 4, padding=1, bias=False)
+            x = torch.randn(4, 8, 3, 3) * size
+            x[:, 4:] = -x[:, :4] + torch.randn(4, 4, 3, 3) * 1e-3
+            got = recorded(layer, (x,), loss=lambda out: out.sum((1, 2, 3)), strategy=strategy)
+            norms = got.norms_squared()["weight"].sqrt()
+            for owner in range(4):
+                alone = torch.zeros(4)
+                alone[owner] = 1 / norms[owner]
+                assert float(got.weighted_sum({"weight": alone})["weight"].double().norm()) <= 1 + 4e-6
 
 
 def test_views_padding_and_shared_layers():

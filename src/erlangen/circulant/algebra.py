@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,28 @@ def signal(x_hat: Tensor, block: int) -> Tensor:
     if not x_hat.numel():
         return F.pad(x_hat.real, (0, block - x_hat.shape[-1]))
     return torch.fft.irfft(x_hat, block, norm="ortho")
+
+
+def real_bins(block: int) -> int:
+    """How many frequencies of a block have no imaginary part: DC, and Nyquist where b is even."""
+    return 1 if block % 2 else 2
+
+
+def coordinates(block: int, like: Tensor) -> Tensor:
+    """The orthonormal real Fourier matrix [b, b]: a row for DC, one for Nyquist, then two a frequency, Re and Im."""
+    place = torch.arange(block, device=like.device)  # made there: a copy from the host would stop a CUDA graph
+    pairs = place[real_bins(block) :] - real_bins(block)
+    bins = torch.cat([place[: real_bins(block)] * (block // 2), 1 + pairs // 2])
+    angle = (bins[:, None] * place % block).double() * (2 * math.pi / block)
+    imaginary = (place >= real_bins(block)) & ((place - real_bins(block)) % 2 == 1)
+    rows = torch.where(imaginary[:, None], -angle.sin(), angle.cos())
+    return (rows / scales(block, rows)[:, None]).to(like.dtype)
+
+
+def scales(block: int, like: Tensor) -> Tensor:
+    """How many times its orthonormal coordinate an entry of ŵ is: √b at DC and Nyquist, √(b/2) elsewhere."""
+    real = torch.arange(block, device=like.device) < real_bins(block)
+    return torch.where(real, float(block), block / 2).double().sqrt().to(like.dtype)
 
 
 def half_weights(block: int, like: Tensor) -> Tensor:

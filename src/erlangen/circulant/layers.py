@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from erlangen.circulant.algebra import blocks_for, expand, half_weights, multiply, nearest, signal, spectrum
+from erlangen.circulant.algebra import (
+    blocks_for,
+    coordinates,
+    expand,
+    multiply,
+    nearest,
+    real_bins,
+    scales,
+    signal,
+    spectrum,
+)
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.rules.conv import Geometry, explicit_padding
 
@@ -62,8 +72,8 @@ _CONV_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 class CirculantConv2d(nn.Module):
     """A convolution whose channel matrix is block-circulant at every tap; the parameter is [p, q, b, k_h, k_w].
 
-    The channels are transformed; at each of the b//2 + 1 frequencies a complex convolution runs as a real one of twice
-    the channels, all frequencies in one grouped call: (b + 2)·2/b² of the dense arithmetic.
+    The channels are transformed. DC and Nyquist are real convolutions of q to p channels, every other frequency is a complex
+    one that runs as a real one of twice the channels: (2b − 2)/b² of the dense arithmetic.
     """
 
     def __init__(
@@ -94,41 +104,34 @@ class CirculantConv2d(nn.Module):
         if input.dim() == 3:  # one image without a batch axis, as nn.Conv2d takes it
             return self.forward(input[None])[0]
         x, geometry = self._channels(input)
-        return self._output(grouped(x, self.kernels(self.weight), geometry), self.bias).to(input.dtype)
+        return self._output(by_frequency(x, self.kernels(self.weight), geometry), self.bias).to(input.dtype)
 
     def _channels(self, input: Tensor) -> tuple[Tensor, Geometry]:
-        """The spectrum over channels as real channels, grouped by frequency: [n, f·2q, H, W]."""
+        """The real coordinates of the channels' spectra, [n, b·q, H, W]: DC, Nyquist, then Re and Im of each frequency."""
         x, padding = explicit_padding(self, input)  # type: ignore[arg-type]
-        hat = spectrum(x.movedim(1, -1), self.block_size)  # [n, H, W, q, f]
-        by_frequency = torch.stack([hat.real, hat.imag]).permute(1, 5, 0, 4, 2, 3)  # [n, f, 2, q, H, W]
-        bins = self.block_size // 2 + 1
-        return by_frequency.flatten(1, 3), Geometry(self.kernel_size, self.stride, padding, self.dilation, bins)
+        b, x = self.block_size, x.to(accumulate_dtype(x))
+        blocks = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % b)).unflatten(1, (-1, b)).transpose(1, 2)
+        return mixed(coordinates(b, x), blocks), Geometry(self.kernel_size, self.stride, padding, self.dilation, 1)
 
     def kernels(self, weight: Tensor) -> Tensor:
-        """conj(ŵ) as real 2×2 blocks [[re, im], [−im, re]], one group per frequency: [f·2p, 2q, k_h, k_w]."""
-        hat = torch.fft.rfft(weight.to(accumulate_dtype(weight)), dim=2)  # [p, q, f, k, k]
-        re, im = hat.real.movedim(2, 0), hat.imag.movedim(2, 0)
-        rows = torch.stack([torch.stack([re, im], 2), torch.stack([-im, re], 2)], 1)  # [f, 2, p, 2, q, k, k]
-        return rows.flatten(3, 4).flatten(0, 2)
+        """ŵ in real coordinates: [b, p, q, k_h, k_w]."""
+        weight = weight.to(accumulate_dtype(weight))
+        return torch.einsum("kj,pqjhw->kpqhw", self._transform(weight), weight)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """The adjoint of `kernels`: [..., f·2p, 2q, k_h, k_w] → [..., p, q, b, k_h, k_w]."""
-        p, q, b = self.weight.shape[:3]
-        bins, lead = b // 2 + 1, gradient.shape[:-4]
-        g = gradient.to(accumulate_dtype(gradient)).reshape(*lead, bins, 2, p, 2, q, *self.kernel_size)
-        g = g.movedim((-6, -4), (0, 1))
-        hat = torch.complex(g[0, 0] + g[1, 1], g[0, 1] - g[1, 0]).movedim(-5, -3)  # [..., p, q, f, k, k]
-        if not hat.numel():  # nobody's gradients
-            return hat.real.new_zeros(*lead, *self.weight.shape)
-        halved = hat / half_weights(b, hat).view(-1, 1, 1)
-        return torch.fft.irfft(halved, b, dim=-3, norm="forward")
+        """The adjoint of `kernels` with coordinates behind p: [..., p, b·q, k_h, k_w] → [..., p, q, b, k_h, k_w]."""
+        g = gradient.unflatten(-3, (self.block_size, self.weight.shape[1]))
+        return torch.einsum("kj,...kqhw->...qjhw", self._transform(g), g)
+
+    def _transform(self, like: Tensor) -> Tensor:
+        b = self.block_size
+        return coordinates(b, like) * scales(b, like)[:, None]
 
     def _output(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Grouped real channels back to ordinary ones."""
-        y = y.to(accumulate_dtype(y))  # autocast convolves in half precision, which has no complex numbers
-        y = y.unflatten(1, (self.block_size // 2 + 1, 2, -1)).movedim(2, 0)  # [2, n, f, p, H, W]
-        hat = torch.complex(y[0].contiguous(), y[1].contiguous()).movedim(1, -1)  # [n, p, H, W, f]
-        out = signal(hat, self.block_size).movedim(-1, 2).flatten(1, 2)[:, : self.out_channels]
+        """Coordinates back to channels."""
+        y, b = y.to(accumulate_dtype(y)), self.block_size
+        out = mixed(coordinates(b, y).T, y.unflatten(1, (b, -1))).unflatten(1, (b, -1)).transpose(1, 2)
+        out = out.flatten(1, 2)[:, : self.out_channels]
         return out if bias is None else out + bias[:, None, None]
 
     def extra_repr(self) -> str:
@@ -159,8 +162,20 @@ class CirculantConv2d(nn.Module):
         return _filled(new, self.dense(), self)
 
 
-def grouped(x: Tensor, kernels: Tensor, geometry: Geometry) -> Tensor:
-    return F.conv2d(x, kernels, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+def mixed(matrix: Tensor, x: Tensor) -> Tensor:
+    """The matrix on dimension 1: [b, b] on [n, b, c, H, W] → [n, b·c, H, W]."""
+    return (matrix.expand(len(x), -1, -1) @ x.flatten(2)).view(x.shape).flatten(1, 2)
+
+
+def by_frequency(x: Tensor, kernels: Tensor, geometry: Geometry) -> Tensor:
+    """conj(ŵ)·x̂ at every frequency: [n, b·q, H, W] and [b, p, q, k_h, k_w] → [n, b·p, H', W']."""
+    b, _, q = kernels.shape[:3]
+    real, options = real_bins(b), (None, geometry.stride, geometry.padding, geometry.dilation)
+    re, im = kernels[real:].unflatten(0, (-1, 2)).unbind(1)
+    complex_ = torch.cat([torch.cat([re, im], 2), torch.cat([-im, re], 2)], 1)  # [f, 2p, 2q, k_h, k_w]
+    outs = [F.conv2d(part, kernel, *options) for part, kernel in zip(x[:, : real * q].split(q, 1), kernels)]
+    outs += [F.conv2d(part, kernel, *options) for part, kernel in zip(x[:, real * q :].split(2 * q, 1), complex_)]
+    return torch.cat(outs, 1)
 
 
 def _filled(new: Any, weight: Tensor, old: Any) -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from erlangen.circulant.algebra import half_weights, signal, spectrum
-from erlangen.circulant.layers import CirculantConv2d, CirculantLinear, grouped, linear
-from erlangen.gradients.pieces import Dense, Piece, Weight, chunk_size, gram_is_cheaper
+from erlangen.circulant.algebra import half_weights, real_bins, signal, spectrum
+from erlangen.circulant.layers import CirculantConv2d, CirculantLinear, by_frequency, linear
+from erlangen.gradients.pieces import Dense, Piece, Weight, Without, chunk_size, gram_is_cheaper
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import hidden, outward
-from erlangen.gradients.rules.conv import Conv
+from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.linear import tokens
 from erlangen.gradients.sums import over_views
 from erlangen.gradients.tape import Tape
@@ -107,27 +107,73 @@ def circulant_linear(module: CirculantLinear, tape: Tape, input: Tensor) -> Tens
     return tape.tap(out, (x_hat,), (weight, bias), pieces, tape.batch_dim(input))
 
 
-class Pulled(Piece):
-    """Per-owner gradients of another weight, pulled back to the parameter behind it by a linear map."""
+class CirculantKernels(Piece):
+    """Per-owner gradients of a circulant convolution's ŵ, frequency by frequency, where Parseval measures them.
 
-    def __init__(self, piece: Piece, pull: Callable[[Tensor], Tensor]) -> None:
-        self.piece, self.pull = piece, pull
+    ``parts``: of DC and Nyquist [n, p, q, k_h, k_w]; of another frequency Re and Im beside each other, [n, p, 2q, k_h, k_w]. A
+    complex product is the real one of twice the views: Re g = d_r⊗x_r + d_i⊗x_i and Im g = d_r⊗x_i − d_i⊗x_r are what
+    (d_r, d_i) and the channels ((x_r, x_i), (x_i, −x_r)) give.
+    """
+
+    def __init__(self, parts: list[Piece], module: CirculantConv2d) -> None:
+        self.parts, self.module = parts, module
 
     @property
     def count(self) -> int:
-        return self.piece.count
+        return self.parts[0].count
+
+    @property
+    def prefers_dense(self) -> bool:  # type: ignore[override]
+        return any(part.prefers_dense for part in self.parts)
+
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return all(part.guarded for part in self.parts)
 
     def dense(self) -> Tensor:
-        return self.pull(self.piece.dense())
+        return self.module.pull_back(torch.cat([part.dense() for part in self.parts], 2))
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        return self.sum_of_formed(w) if self.measured_formed else self.pull(self.piece.weighted_sum(w))
+        if self.measured_formed:
+            return self.sum_of_formed(w)
+        return self.module.pull_back(torch.cat([part.weighted_sum(w) for part in self.parts], 1))
+
+    def norms_squared(self, weight: Weight = None) -> Tensor:
+        if weight is not None:
+            return super().norms_squared(weight)
+        block = self.module.block_size
+        times = [block] * real_bins(block) + [block / 2] * (len(self.parts) - real_bins(block))
+        return sum(part.norms_squared() * t for part, t in zip(self.parts, times, strict=True))  # type: ignore[return-value]
+
+    def formed(self) -> Piece:
+        return self._with([part.formed() for part in self.parts])
+
+    def precise(self) -> Piece:
+        return self._with([part.precise() for part in self.parts])
 
     def chunks(self) -> list[Piece]:
-        return [Pulled(part, self.pull) for part in self.piece.chunks()]
+        size = min(part.chunks()[0].count for part in self.parts) if self.count else 1
+        spans = [slice(start, start + size) for start in range(0, max(self.count, 1), size)]
+        return [self._with([owners(part, span) for part in self.parts]) for span in spans]
 
     def zero(self, bad: Tensor) -> Piece:
-        return Pulled(self.piece.zero(bad), self.pull)
+        return self._with([part.zero(bad) for part in self.parts])
+
+    def without(self, bad: Tensor) -> Piece:
+        again = self.measured_formed or any(part.measured_formed for part in self.parts if not isinstance(part, Dense))
+        return Without(self, bad) if again else self.zero(bad)
+
+    def _with(self, parts: list[Piece]) -> Piece:
+        return CirculantKernels(parts, self.module)
+
+
+def owners(part: Piece, span: slice) -> Piece:
+    """A part's gradients of these owners."""
+    if isinstance(part, Dense):
+        return Dense(part.g[span])
+    assert isinstance(part, Conv)
+    rows = slice(span.start * part.views, span.stop * part.views)
+    return Conv(part.x[rows], part.d[rows], part.views, part.shape, part.geometry)
 
 
 @rule(CirculantConv2d)
@@ -138,14 +184,13 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
             f"CirculantConv2d got an input of shape {tuple(input.shape)}; private layers need [rows, C, H, W]"
         )
     x, geometry = module._channels(input)
-    kernels = module.kernels(weight.detach())
-    many = grouped(x, kernels, geometry)
+    many = by_frequency(x, module.kernels(weight.detach()), geometry)
 
     def pieces(saved: tuple[Tensor, ...], cotangent: Tensor, views: int) -> Iterator[tuple[Tensor, Piece]]:
         # norms and sums from the same float32 values: rounding one of them alone could lift a term above its bound
         d = cotangent.to(accumulate_dtype(cotangent))
         seen = saved[0].to(cotangent.dtype).to(d.dtype)
-        yield weight, Pulled(Conv(seen, d, views, kernels.shape, geometry), module.pull_back)
+        yield weight, CirculantKernels(frequencies(seen, d, views, module, geometry), module)
 
     out = module._output(tape.tap(many, (x,), (weight,), pieces), None).to(input.dtype)
     if bias is None:
@@ -155,3 +200,18 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
         yield bias, Dense(over_views(cotangent.flatten(2).sum(2), views))
 
     return tape.tap(out + bias.detach()[:, None, None], (), (bias,), bias_pieces)
+
+
+def frequencies(x: Tensor, d: Tensor, views: int, module: CirculantConv2d, geometry: Geometry) -> list[Piece]:
+    """The parts of `CirculantKernels`. x: [n·V, b·q, H, W], d: [n·V, b·p, H', W']"""
+    (p, q, b), real = module.weight.shape[:3], real_bins(module.block_size)
+    parts: list[Piece] = []
+    for k in range(real):
+        pair = x[:, k * q : (k + 1) * q], d[:, k * p : (k + 1) * p]
+        parts.append(Conv(*pair, views, (p, q, *geometry.kernel), geometry))
+    for k in range(real, b, 2):
+        re, im = x[:, k * q : (k + 2) * q].chunk(2, 1)
+        twice = torch.stack([torch.cat([re, im], 1), torch.cat([im, -re], 1)], 1).flatten(0, 1)
+        each = d[:, k * p : (k + 2) * p].unflatten(1, (2, p)).flatten(0, 1)
+        parts.append(Conv(twice, each, 2 * views, (p, 2 * q, *geometry.kernel), geometry))
+    return parts
