@@ -107,6 +107,31 @@ class Dropped(nn.Module):
         return self.head(x)
 
 
+def test_more_rounds_for_one_record_more_are_no_divisor():
+    """In a larger batch somebody may go on for longer: nothing of those rounds comes back to the others."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        for module in (Halting(), EarlyExit()):
+            private(records(), module, loss_reduction="sum")
+
+
+class Longer(nn.Module):
+    """Goes on for as many rounds as there are records, and all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return torch.stack([self.c(h) for _ in range(len(x))]).sum(0)
+
+
+def test_rounds_that_are_counted_by_records_are_refused():
+    with pytest.raises(MixesSamples):
+        private(records(), Longer(), loss_reduction="sum")
+
+
 OTHERS_ALONE = {
     "halting": Halting(), "early exit": EarlyExit(), "python": Dropped(lambda: random.random()),
     "numpy": Dropped(lambda: np.random.rand()),  # noqa: NPY002

@@ -119,9 +119,8 @@ class CirculantConv2d(nn.Module):
         return torch.einsum("kj,pqjhw->kpqhw", self._transform(weight), weight)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """The adjoint of `kernels` with coordinates behind p: [..., p, b·q, k_h, k_w] → [..., p, q, b, k_h, k_w]."""
-        g = gradient.unflatten(-3, (self.block_size, self.weight.shape[1]))
-        return torch.einsum("kj,...kqhw->...qjhw", self._transform(g), g)
+        """The adjoint of `kernels`: [..., b, p, q, k_h, k_w] → [..., p, q, b, k_h, k_w]."""
+        return torch.einsum("kj,...kpqhw->...pqjhw", self._transform(gradient), gradient)
 
     def _transform(self, like: Tensor) -> Tensor:
         b = self.block_size
@@ -173,8 +172,10 @@ def by_frequency(x: Tensor, kernels: Tensor, geometry: Geometry) -> Tensor:
     real, options = real_bins(b), (None, geometry.stride, geometry.padding, geometry.dilation)
     re, im = kernels[real:].unflatten(0, (-1, 2)).unbind(1)
     complex_ = torch.cat([torch.cat([re, im], 2), torch.cat([-im, re], 2)], 1)  # [f, 2p, 2q, k_h, k_w]
-    outs = [F.conv2d(part, kernel, *options) for part, kernel in zip(x[:, : real * q].split(q, 1), kernels)]
-    outs += [F.conv2d(part, kernel, *options) for part, kernel in zip(x[:, real * q :].split(2 * q, 1), complex_)]
+    ends, middle = x[:, : real * q], x[:, real * q :]
+    outs = [F.conv2d(ends, kernels[:real].flatten(0, 1), *options, real)]
+    if b > real:
+        outs.append(F.conv2d(middle, complex_.flatten(0, 1), *options, (b - real) // 2))
     return torch.cat(outs, 1)
 
 

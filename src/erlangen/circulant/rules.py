@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,73 +109,88 @@ def circulant_linear(module: CirculantLinear, tape: Tape, input: Tensor) -> Tens
     return tape.tap(out, (x_hat,), (weight, bias), pieces, tape.batch_dim(input))
 
 
-class CirculantKernels(Piece):
-    """Per-owner gradients of a circulant convolution's ŵ, frequency by frequency, where Parseval measures them.
+class Pulled(Piece):
+    """Per-owner gradients of another weight, pulled back to the one behind it by a linear map."""
 
-    ``parts``: of DC and Nyquist [n, p, q, k_h, k_w]; of another frequency Re and Im beside each other, [n, p, 2q, k_h, k_w]. A
-    complex product is the real one of twice the views: Re g = d_r⊗x_r + d_i⊗x_i and Im g = d_r⊗x_i − d_i⊗x_r are what
-    (d_r, d_i) and the channels ((x_r, x_i), (x_i, −x_r)) give.
-    """
-
-    def __init__(self, parts: list[Piece], module: CirculantConv2d) -> None:
-        self.parts, self.module = parts, module
+    def __init__(self, piece: Piece, pull: Callable[[Tensor], Tensor]) -> None:
+        self.piece, self.pull = piece, pull
 
     @property
     def count(self) -> int:
-        return self.parts[0].count
+        return self.piece.count
+
+    def dense(self) -> Tensor:
+        return self.pull(self.piece.dense())
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        return self.sum_of_formed(w) if self.measured_formed else self.pull(self.piece.weighted_sum(w))
+
+    def chunks(self) -> list[Piece]:
+        return [Pulled(part, self.pull) for part in self.piece.chunks()]
+
+    def zero(self, bad: Tensor) -> Piece:
+        return Pulled(self.piece.zero(bad), self.pull)
+
+
+class Spectra(Piece):
+    """Per-owner gradients of a circulant convolution's ŵ, measured where they are, by Parseval.
+
+    ``ends`` are those of DC and Nyquist, [n, p per frequency, q, k_h, k_w]; ``middle`` those of the other frequencies, Re and
+    Im beside each other: [n, p per frequency, 2q, k_h, k_w].
+    """
+
+    def __init__(self, ends: Piece, middle: Piece, module: CirculantConv2d) -> None:
+        self.ends, self.middle, self.module = ends, middle, module
+
+    @property
+    def count(self) -> int:
+        return self.ends.count
 
     @property
     def prefers_dense(self) -> bool:  # type: ignore[override]
-        return any(part.prefers_dense for part in self.parts)
-
-    @property
-    def guarded(self) -> bool:  # type: ignore[override]
-        return all(part.guarded for part in self.parts)
+        return self.ends.prefers_dense or self.middle.prefers_dense
 
     def dense(self) -> Tensor:
-        return self.module.pull_back(torch.cat([part.dense() for part in self.parts], 2))
+        return self._together(self.ends.dense(), self.middle.dense())
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        if self.measured_formed:
-            return self.sum_of_formed(w)
-        return self.module.pull_back(torch.cat([part.weighted_sum(w) for part in self.parts], 1))
+        return self.sum_of_formed(w) if self.measured_formed else self._together(*(p.weighted_sum(w) for p in self._parts()))
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
         if weight is not None:
             return super().norms_squared(weight)
-        block = self.module.block_size
-        times = [block] * real_bins(block) + [block / 2] * (len(self.parts) - real_bins(block))
-        return sum(part.norms_squared() * t for part, t in zip(self.parts, times, strict=True))  # type: ignore[return-value]
+        ends, middle = (part.norms_squared() for part in self._parts())
+        return (ends + middle / 2) * self.module.block_size
 
     def formed(self) -> Piece:
-        return self._with([part.formed() for part in self.parts])
+        return self._each(lambda part: part.formed())
 
     def precise(self) -> Piece:
-        return self._with([part.precise() for part in self.parts])
+        return self._each(lambda part: part.precise())
 
     def chunks(self) -> list[Piece]:
-        size = min(part.chunks()[0].count for part in self.parts) if self.count else 1
-        spans = [slice(start, start + size) for start in range(0, max(self.count, 1), size)]
-        return [self._with([owners(part, span) for part in self.parts]) for span in spans]
+        """Of gradients that are formed from now on."""
+        size = max(1, min(part.chunks()[0].count for part in self._parts()))
+        return [self._each(partial(owners, start=i, stop=i + size)) for i in range(0, max(self.count, 1), size)]
 
     def zero(self, bad: Tensor) -> Piece:
-        return self._with([part.zero(bad) for part in self.parts])
+        return self._each(lambda part: part.zero(bad))
 
     def without(self, bad: Tensor) -> Piece:
-        again = self.measured_formed or any(part.measured_formed for part in self.parts if not isinstance(part, Dense))
-        return Without(self, bad) if again else self.zero(bad)
+        again = [self, *(part for part in self._parts() if not isinstance(part, Dense))]
+        return Without(self, bad) if any(piece.measured_formed for piece in again) else self.zero(bad)
 
-    def _with(self, parts: list[Piece]) -> Piece:
-        return CirculantKernels(parts, self.module)
+    def _parts(self) -> tuple[Piece, Piece]:
+        return self.ends, self.middle
 
+    def _each(self, change: Callable[[Piece], Piece]) -> Piece:
+        return Spectra(change(self.ends), change(self.middle), self.module)
 
-def owners(part: Piece, span: slice) -> Piece:
-    """A part's gradients of these owners."""
-    if isinstance(part, Dense):
-        return Dense(part.g[span])
-    assert isinstance(part, Conv)
-    rows = slice(span.start * part.views, span.stop * part.views)
-    return Conv(part.x[rows], part.d[rows], part.views, part.shape, part.geometry)
+    def _together(self, ends: Tensor, middle: Tensor) -> Tensor:
+        """[..., f·p, q, …] and [..., f·p, 2q, …] to the parameter's [..., p, q, b, …]."""
+        p, q = self.module.weight.shape[:2]
+        pairs = middle.unflatten(-4, (-1, p)).unflatten(-3, (2, q)).transpose(-5, -4)  # [..., f, 2, p, q, k_h, k_w]
+        return self.module.pull_back(torch.cat([ends.unflatten(-4, (-1, p)), pairs.flatten(-6, -5)], -5))
 
 
 @rule(CirculantConv2d)
@@ -190,7 +207,7 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
         # norms and sums from the same float32 values: rounding one of them alone could lift a term above its bound
         d = cotangent.to(accumulate_dtype(cotangent))
         seen = saved[0].to(cotangent.dtype).to(d.dtype)
-        yield weight, CirculantKernels(frequencies(seen, d, views, module, geometry), module)
+        yield weight, spectra(seen, d, views, module, geometry)
 
     out = module._output(tape.tap(many, (x,), (weight,), pieces), None).to(input.dtype)
     if bias is None:
@@ -202,16 +219,42 @@ def circulant_convolution(module: CirculantConv2d, tape: Tape, input: Tensor) ->
     return tape.tap(out + bias.detach()[:, None, None], (), (bias,), bias_pieces)
 
 
-def frequencies(x: Tensor, d: Tensor, views: int, module: CirculantConv2d, geometry: Geometry) -> list[Piece]:
-    """The parts of `CirculantKernels`. x: [n·V, b·q, H, W], d: [n·V, b·p, H', W']"""
-    (p, q, b), real = module.weight.shape[:3], real_bins(module.block_size)
-    parts: list[Piece] = []
-    for k in range(real):
-        pair = x[:, k * q : (k + 1) * q], d[:, k * p : (k + 1) * p]
-        parts.append(Conv(*pair, views, (p, q, *geometry.kernel), geometry))
-    for k in range(real, b, 2):
-        re, im = x[:, k * q : (k + 2) * q].chunk(2, 1)
-        twice = torch.stack([torch.cat([re, im], 1), torch.cat([im, -re], 1)], 1).flatten(0, 1)
-        each = d[:, k * p : (k + 2) * p].unflatten(1, (2, p)).flatten(0, 1)
-        parts.append(Conv(twice, each, 2 * views, (p, 2 * q, *geometry.kernel), geometry))
-    return parts
+def spectra(x: Tensor, d: Tensor, views: int, module: CirculantConv2d, geometry: Geometry) -> Piece:
+    """x: [n·V, b·q, H, W], d: [n·V, b·p, H', W']"""
+    (p, q, b), real, kernel = module.weight.shape[:3], real_bins(module.block_size), geometry.kernel
+    (x_ends, x_middle), (d_ends, d_middle) = (t.split([real * c, (b - real) * c], 1) for t, c in ((x, q), (d, p)))
+    ends = Conv(x_ends, d_ends, views, (real * p, q, *kernel), replace(geometry, groups=real))
+    pairs = (b - real) // 2
+    if not pairs:
+        return Spectra(ends, Dense(x.new_zeros(ends.count, 0, 2 * q, *kernel)), module)
+    middle = Conv(x_middle, d_middle, views, (2 * pairs * p, 2 * q, *kernel), replace(geometry, groups=pairs))
+    if gram_is_cheaper(2 * middle.tokens, 2 * q * math.prod(kernel), p, d):
+        return Spectra(ends, turned(middle), module)
+    return Spectra(ends, Pulled(middle, partial(complex_entries, p)), module)
+
+
+def complex_entries(p: int, g: Tensor) -> Tensor:
+    """Gradients of [[Re, Im], [−Im, Re]] to those of Re and Im: [..., f·2p, 2q, k_h, k_w] → [..., f·p, 2q, k_h, k_w]."""
+    of_real, of_imaginary = g.unflatten(-4, (-1, 2, p)).unbind(-5)
+    im, re = of_imaginary.chunk(2, -3)
+    return (of_real + torch.cat([re, -im], -3)).flatten(-5, -4)
+
+
+def turned(c: Conv) -> Conv:
+    """The same gradients as one real convolution with twice the views: d_r beside (x_r, x_i), and d_i beside (x_i, −x_r)."""
+    pairs = c.geometry.groups
+    re, im = c.x.unflatten(1, (pairs, 2, -1)).unbind(2)
+    x = torch.stack([c.x, torch.stack([im, -re], 2).flatten(1, 3)], 1).flatten(0, 1)
+    d = c.d.unflatten(1, (pairs, 2, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return Conv(x, d, 2 * c.views, (c.shape[0] // 2, *c.shape[1:]), c.geometry)
+
+
+def owners(piece: Piece, start: int, stop: int) -> Piece:
+    """The gradients of these owners."""
+    if isinstance(piece, Pulled):
+        return Pulled(owners(piece.piece, start, stop), piece.pull)
+    if isinstance(piece, Dense):
+        return Dense(piece.g[start:stop])
+    assert isinstance(piece, Conv)
+    rows = slice(start * piece.views, stop * piece.views)
+    return Conv(piece.x[rows], piece.d[rows], piece.views, piece.shape, piece.geometry)

@@ -35,6 +35,8 @@ from erlangen.gradients.tracing import as_on_gpu
 
 #: flops of one owner's kernel gradient below which calling the native kernel per owner costs more than it computes
 SMALL_OWNER = 5e7
+#: the same with groups, whose products are small
+SMALL_GROUPED_OWNER = 3e6
 #: entries of a buffer of windows on a CPU, for each thread: about what its cache holds
 WINDOW_FLOATS = 1 << 19
 
@@ -117,8 +119,8 @@ class Conv(Piece):
         """Whether products of windows are the way to the gradients, where no kernel is."""
         if self.geometry.transposed or not self.count:
             return False
-        small = 2 * self.tokens * math.prod(self.shape) < SMALL_OWNER and self.geometry.groups == 1
-        return as_on_gpu(self.x) or small
+        small = SMALL_OWNER if self.geometry.groups == 1 else SMALL_GROUPED_OWNER
+        return as_on_gpu(self.x) or 2 * self.tokens * math.prod(self.shape) < small
 
     def by_tap(self) -> Tensor:
         """[n, O, taps, C]: the kernel gradients as a channels-last network stores them; no groups."""
