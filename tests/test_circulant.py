@@ -320,6 +320,27 @@ def test_one_image_without_a_batch_axis(options):
         detach(layer)
 
 
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_torchs_own_transforms_go_through(block):
+    """Per-sample gradients by torch.func, a program for any batch, and one graph for the compiler."""
+    conv, linear = CirculantConv2d(5, 6, 3, block, padding=1), CirculantLinear(6, 4, block)
+    model = nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear).double()
+    x = torch.randn(3, 5, 6, 6, dtype=torch.float64)
+
+    def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (row[None],)).square().sum()
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    got = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    want = one_by_one(model, (x,), loss=lambda out: out.square().sum(1))
+    for name, g in want.items():
+        torch.testing.assert_close(got[name], g)
+    sizes = ({0: torch.export.Dim("batch", min=1, max=8)},)
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes).module()
+    torch.testing.assert_close(program(x[:2]), model(x[:2]))
+    assert torch._dynamo.explain(model)(x).graph_count == 1
+
+
 def test_errors_name_the_cure():
     with pytest.raises(ValueError, match="block_size is 0"):
         CirculantLinear(4, 4, 0)

@@ -115,6 +115,7 @@ def test_a_figure_was_made_by_the_preset_that_there_is(name: str) -> None:
 #: how the page calls what the benchmark calls otherwise
 CALLED = {
     "direction": "`direction`", "direction, scaled": '`direction`, `magnitude="scaled"`', "shrink": "`shrink`",
+    "angles β=0.1": "`angles`, β = 0.1",
     **{f"direction+{c}": f"`direction`+{c}" for c in ("IS", "SUR", "PSAC")},
 }  # fmt: skip
 METHODS = {label: method for method, label in CALLED.items()}
@@ -137,9 +138,10 @@ LABEL = re.compile(r"(?:B=(\d+) )?(?:σ=(\S+) )?(.+?)(?:, C = (\S+))?(?: \((?:C 
 
 
 def parts(batch: str | None) -> list[str]:
-    """The tasks of a panel: the paper's C, other bounds, longer steps, no noise."""
+    """The tasks of a panel: the paper's C, other bounds, longer steps, angles, no noise."""
     name = {None: "geodp-fig5", "2048": "geodp-fig5-b2048", "256": "geodp-fig5c"}[batch]
-    return [part for part in (name, f"{name}-bounds", f"{name}-long", f"{name}-noiseless") if part in tables.TASKS]
+    extras = ("", "-bounds", "-long", "-angles", "-noiseless")
+    return [part for extra in extras if (part := f"{name}{extra}") in tables.TASKS]
 
 
 def held_out(batch: str | None, setting: str, method: str, bound: float | None = None) -> Pick:
@@ -187,11 +189,26 @@ def test_geodp_logistic_regression(line: list[str]) -> None:
 @pytest.mark.parametrize("batch", [None, "2048", "256"])
 def test_geodp_logistic_regression_shows_every_method_at_its_best(batch: str | None) -> None:
     task = tables.TASKS[parts(batch)[0]]
+    methods = {method for part in parts(batch) for method in tables.TASKS[part].methods}
     for setting in task.settings:
-        for method in task.methods:
+        for method in methods:
             best = runs(batch, setting, method, held_out(batch, setting, method), "test_loss")
             label = f"{f'B={batch} ' if batch else ''}{setting} {CALLED.get(method, method)}"
             assert any(line[0].startswith(label) and line[3] == spread(best, 3) for line in FIGURE_5), (label, spread(best, 3))
+
+
+def test_angles_of_a_logistic_regression_in_the_text() -> None:
+    sound = [m for part in parts(None) for m in tables.TASKS[part].methods if "published" not in m and m != "angles β=0.1"]
+    mean = lambda setting, method, measure: fmean(  # noqa: E731
+        runs(None, setting, method, held_out(None, setting, method, 0.1), measure).values()
+    )
+    text = " ".join(page("geodp.md").split())
+    for setting in ("σ=10", "σ=1"):
+        assert mean(setting, "angles β=0.1", "test_loss") > max(mean(setting, m, "test_loss") for m in {*sound})
+    loud, quiet = (mean(setting, "angles β=0.1", "test_accuracy") for setting in ("σ=10", "σ=1"))
+    assert loud < min(mean("σ=10", m, "test_accuracy") for m in {*sound})
+    assert quiet > mean("σ=1", "direction", "test_accuracy")
+    assert f"by accuracy too ({loud:.1f} %). At σ = 1 they have {quiet:.1f} %, more than `direction`" in text
 
 
 def test_geodp_logistic_regression_at_three_bounds() -> None:

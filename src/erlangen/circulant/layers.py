@@ -163,7 +163,7 @@ class CirculantConv2d(nn.Module):
 
 def mixed(matrix: Tensor, x: Tensor) -> Tensor:
     """The matrix on dimension 1: [b, b] on [n, b, c, H, W] → [n, b·c, H, W]."""
-    return (matrix.expand(len(x), -1, -1) @ x.flatten(2)).view(x.shape).flatten(1, 2)
+    return (matrix.expand(x.shape[0], -1, -1) @ x.flatten(2)).view(x.shape).flatten(1, 2)
 
 
 def by_frequency(x: Tensor, kernels: Tensor, geometry: Geometry) -> Tensor:

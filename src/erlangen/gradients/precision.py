@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,7 +91,7 @@ def _exact_as_of_old() -> Iterator[None]:
 
 def accumulate_dtype(t: Tensor) -> torch.dtype:
     """Norms and sums are never taken in less than float32."""
-    return _promoted(t.dtype)
+    return t.dtype if t.dtype in _PRECISE else torch.complex64 if t.is_complex() else torch.float32
 
 
-_promoted = functools.cache(functools.partial(torch.promote_types, torch.float32))
+_PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
