@@ -17,6 +17,7 @@ from erlangen.circulant import CirculantConv2d, CirculantLinear, expand, make_ci
 from erlangen.circulant.algebra import coordinates, real_bins, scales
 from erlangen.gradients import RowMap, Tape, attach, detach
 from erlangen.gradients.registry import find_rule
+from erlangen.mechanisms.frequency import Fourier
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
 shapes = st.tuples(st.integers(1, 11), st.integers(1, 11), st.integers(1, 6))
@@ -151,6 +152,55 @@ def test_no_kernel_gradient_is_above_its_norm_when_terms_cancel():
                 alone = torch.zeros(4)
                 alone[owner] = 1 / norms[owner]
                 assert float(got.weighted_sum({"weight": alone})["weight"].double().norm()) <= 1 + 4e-6
+
+
+FILTERS = {"low-pass": {"ratio": 0.5}, "band": {"masks": {"weight": [False, True, False, False, True]}}}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "materialise", "norms-first"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("kind", FILTERS)
+def test_a_filter_takes_frequencies_away_before_anything_is_multiplied(kind, tokens, strategy):
+    """Norms, sums and gradients behind Spectral-DP's filter are those of projected gradients; what it removes is never there."""
+    torch.manual_seed(tokens)
+    layer = CirculantLinear(20, 15, 5, bias=False).double()
+    geometry = Fourier(**FILTERS[kind])
+    geometry.bind({"weight": layer.weight.shape})
+    by, x = geometry.weight("weight"), torch.randn(4, tokens, 20, dtype=torch.float64)
+    want = one_by_one(layer, (x,))["weight"]
+    kept = geometry.inverse("weight", geometry.forward("weight", want))
+    assert float((want - kept).norm()) > 0.1 * float(kept.norm())
+    got = recorded(layer, (x,), strategy=strategy, metric=geometry.weight)
+    torch.testing.assert_close(got.dense("weight"), kept)
+    norms, weights = got.norms_squared(geometry.weight)["weight"], torch.rand(4, dtype=torch.float64)
+    squared = kept.flatten(1).square().sum(1)
+    assert bool((norms >= squared * (1 - 1e-12)).all())
+    torch.testing.assert_close(norms, squared, rtol=2.5e-4, atol=0.0)  # formed gradients are measured with the guard
+    torch.testing.assert_close(got.weighted_sum({"weight": weights})["weight"], torch.einsum("n,n...->...", weights, kept))
+    left = got.without(torch.tensor([True, False, False, False]))
+    assert float(left.norms_squared(geometry.weight)["weight"][0]) == 0.0
+    # in other geometries, too, it is the filtered gradient that is measured
+    other = got.norms_squared()["weight"]
+    torch.testing.assert_close(other, squared)
+    assert by.mask.tolist() == geometry.mask["weight"].tolist()
+
+
+@pytest.mark.parametrize("size", [1e2, 1e5])
+def test_nothing_hides_in_frequencies_that_a_filter_removes(size):
+    """Inputs whose blocks alternate, huge: the filter keeps none of it, and so must the sum."""
+    torch.manual_seed(0)
+    layer, geometry = CirculantLinear(16, 16, 4, bias=False), Fourier(masks={"weight": [True, False, False, False]})
+    geometry.bind({"weight": layer.weight.shape})
+    x = torch.randn(3, 16)
+    x[1] += size * torch.tensor([1.0, -1.0, 1.0, -1.0]).repeat(4)
+
+    def released(rows: list[int]) -> torch.Tensor:
+        got = recorded(layer, (x[rows],), lambda out: out.sum(1), strategy="norms-first", metric=geometry.weight)
+        weights = {"weight": got.norms_squared(geometry.weight)["weight"].rsqrt()}
+        return geometry.forward("weight", got.weighted_sum(weights)["weight"]).double()
+
+    assert float(released([1]).norm()) <= 1 + 1e-5
+    assert float((released([0, 1, 2]) - released([0, 2])).norm()) <= 1 + 1e-5
 
 
 def test_views_padding_and_shared_layers():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from erlangen.gradients import RowMap, Tape, attach, detach
+from erlangen.gradients.tape import euclidean
 
 
 def seeded_loss(out, seed: int = 0) -> Tensor:
@@ -35,9 +36,12 @@ def one_by_one(module: nn.Module, inputs: tuple[Tensor, ...], loss=seeded_loss) 
     return {n: torch.stack([row[k] for row in rows]) for k, n in enumerate(names)}
 
 
-def recorded(module: nn.Module, inputs: tuple[Tensor, ...], loss=seeded_loss, rows: RowMap | None = None, **options):
+def recorded(
+    module: nn.Module, inputs: tuple[Tensor, ...], loss=seeded_loss, rows: RowMap | None = None, metric=euclidean, **options
+):
     """What the tape says, through one ordinary backward pass."""
     tape = Tape({n: p for n, p in module.named_parameters() if p.requires_grad}, **options)
+    tape.metric = metric
     attach(module, tape)
     try:
         tape.rows = rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from erlangen.circulant.algebra import half_weights, real_bins, signal, spectrum
 from erlangen.circulant.layers import CirculantConv2d, CirculantLinear, by_frequency, linear
+from erlangen.gradients.filtered import KernelFilter
 from erlangen.gradients.pieces import Dense, Piece, Weight, Without, chunk_size, gram_is_cheaper
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
@@ -23,10 +24,14 @@ from erlangen.gradients.tape import Tape
 
 
 class CirculantOuter(Piece):
-    """g_i = Σ_t corr(d_it, x_it) per pair of blocks. x̂: [n, T, q, f], d̂: [n, T, p, f]."""
+    """g_i = Σ_t corr(d_it, x_it) per pair of blocks. x̂: [n, T, q, f], d̂: [n, T, p, f].
 
-    def __init__(self, x_hat: Tensor, d_hat: Tensor, block: int) -> None:
+    ``bins`` are the frequencies that x̂ and d̂ have: all, or those that a filter keeps. What it takes away is never multiplied.
+    """
+
+    def __init__(self, x_hat: Tensor, d_hat: Tensor, block: int, bins: Sequence[int] = ()) -> None:
         self.x, self.d, self.block = x_hat, d_hat, block
+        self.bins = tuple(bins) or tuple(range(block // 2 + 1))
 
     @property
     def count(self) -> int:
@@ -36,8 +41,18 @@ class CirculantOuter(Piece):
     def prefers_dense(self) -> bool:  # type: ignore[override]
         return not gram_is_cheaper(self.x.shape[1], self.x.shape[2], self.d.shape[2], self.x)
 
+    def filtered(self, by: KernelFilter) -> Piece:
+        bins = by.mask[: self.block // 2 + 1].nonzero().flatten().tolist()
+        left = CirculantOuter(_of(bins, self.x), _of(bins, self.d), self.block, bins)
+        left.filter, left.whole = by, self
+        return left
+
     def _rows(self, product: Tensor) -> Tensor:
         """Unitary spectra multiply to √b times a unitary spectrum: hence the plain inverse."""
+        half = self.block // 2 + 1
+        if len(self.bins) < half:
+            nothing, kept = torch.zeros_like(product[..., 0]), dict(zip(self.bins, product.unbind(-1), strict=True))
+            product = torch.stack([kept.get(k, nothing) for k in range(half)], -1)
         return signal(product, self.block) * math.sqrt(self.block)
 
     def dense(self) -> Tensor:
@@ -51,9 +66,13 @@ class CirculantOuter(Piece):
         return self._rows(product.permute(1, 2, 0))
 
     def norms_squared(self, weight: Weight = None) -> Tensor:
-        if weight is not None:
+        if weight is not None and weight is not self.filter:
             return super().norms_squared(weight)
-        bins = half_weights(self.block, self.x) * self.block
+        norms = self._norms()
+        return norms if self.filter is None else self.filter.outward(norms, self.block)
+
+    def _norms(self) -> Tensor:
+        bins = _of(self.bins, half_weights(self.block, self.x)) * self.block
         if self.x.shape[1] == 1:
             return (_energy(self.x)[:, 0] * _energy(self.d)[:, 0] * bins).sum(1) + self._hidden()
         if self.prefers_dense:
@@ -78,12 +97,21 @@ class CirculantOuter(Piece):
 
     def chunks(self) -> list[Piece]:
         size = chunk_size(2 * self.x.shape[2] * self.d.shape[2] * self.x.shape[3], self.d)
-        pairs = zip(self.x.split(size), self.d.split(size), strict=True)
-        return [CirculantOuter(x, d, self.block) for x, d in pairs]
+        return [self._with(x, d) for x, d in zip(self.x.split(size), self.d.split(size), strict=True)]
 
     def zero(self, bad: Tensor) -> Piece:
         rows = bad.view(-1, 1, 1, 1)
-        return CirculantOuter(torch.where(rows, 0.0, self.x), torch.where(rows, 0.0, self.d), self.block)
+        return self._with(torch.where(rows, 0.0, self.x), torch.where(rows, 0.0, self.d))
+
+    def _with(self, x: Tensor, d: Tensor) -> Piece:
+        other = CirculantOuter(x, d, self.block, self.bins)
+        other.filter, other.whole = self.filter, self.whole
+        return other
+
+
+def _of(bins: Sequence[int], t: Tensor) -> Tensor:
+    """Chosen entries of the last axis; without an index that would have to come from the host."""
+    return t if len(bins) == t.shape[-1] else torch.stack([t[..., k] for k in bins], -1)
 
 
 def _energy(t: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ class KernelFilter:
     (`Piece.filtered`). To others it is a function of formed gradients, ``guarded``, whose norm bounds that of g B.
     """
 
+    #: which frequencies of a kernel are kept, in the order of an FFT, [*k]
+    mask: Tensor
     #: B, in the precision and on the device of a tensor
     basis: Callable[[Tensor], Tensor]
     guarded: Callable[[Tensor], Tensor]

@@ -175,7 +175,7 @@ class Fourier(Geometry):
         guarded = functools.partial(self._guarded, name)
         if not self._as_matrix(name) or len(self.dims[name]) != axes - 2:
             return guarded
-        return KernelFilter(functools.partial(self._kept, name), guarded)
+        return KernelFilter(self.mask[name], functools.partial(self._kept, name), guarded)
 
     def _kept(self, name: str, like: Tensor) -> Tensor:
         """The kept columns of H, [N, K]"""
