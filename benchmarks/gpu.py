@@ -26,13 +26,13 @@ NAMES = {"eq-resnet9-d4": "eq-resnet9-tuned"}
 METHODS = ("plain", "erlangen", "opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-ghost")
 
 
-def build(name: str, device: str, channels_last: bool):
+def build(name: str, device: str, channels_last: bool, options: dict | None = None):
     import torch
 
     from erlangen.models import make_model
 
     torch.manual_seed(0)
-    module = make_model(NAMES.get(name, name), SHAPES.get(name, SHAPE), 10).to(device)
+    module = make_model(NAMES.get(name, name), SHAPES.get(name, SHAPE), 10, **(options or {})).to(device)
     return module.to(memory_format=torch.channels_last) if channels_last else module
 
 
@@ -62,7 +62,7 @@ def stepper(method: str, args: argparse.Namespace):
 
     device = args.device
     torch.backends.cudnn.benchmark = True  # both sides: shapes are fixed
-    module = build(args.model, device, not args.contiguous)
+    module = build(args.model, device, not args.contiguous, args.options)
     rows = args.physical * args.views
     x = torch.randn(rows, *SHAPES.get(args.model, SHAPE), device=device)
     x = x if args.contiguous else x.to(memory_format=torch.channels_last)
@@ -238,6 +238,7 @@ def alone(method: str, argv: list[str]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet9")
+    parser.add_argument("--options", type=json.loads, help="model options, as JSON")
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--views", type=int, default=1)
     parser.add_argument("--physical", type=int, default=1024, help="owners in memory at once")

@@ -118,6 +118,7 @@ class FieldInstanceNorm(EquivariantModule):
     bias: nn.Parameter | None
     invariants: Tensor
     spread: Tensor
+    sizes: Tensor
     field_of: Tensor
 
     def __init__(self, field_type: FieldType, *, affine: bool = True, eps: float = 1e-5) -> None:
@@ -129,6 +130,7 @@ class FieldInstanceNorm(EquivariantModule):
         self.register_constant("field_of", field_of)
         # [channels, fields]: mean over the components of each field
         self.register_constant("spread", np.eye(len(field_type))[field_of] / sizes)
+        self.register_constant("sizes", sizes.astype(np.float64))
         self.weight = nn.Parameter(torch.ones(len(field_type))) if affine else None
         self.bias = nn.Parameter(torch.zeros(self.invariants.shape[1])) if affine and self.invariants.shape[1] else None
 
@@ -147,10 +149,14 @@ class FieldInstanceNorm(EquivariantModule):
             scale = torch.rsqrt(variance + self.eps)
             if weight is not None:
                 scale = scale * weight
-            out = centred * scale.index_select(-1, self.field_of).unsqueeze(-1)
+            out = centred * self.to_channels(scale).unsqueeze(-1)
             if bias is not None:
                 out = out + (invariants @ bias.to(wide.dtype)).unsqueeze(-1)
         return out.view(x.shape).to(x.dtype)
+
+    def to_channels(self, values: Tensor) -> Tensor:
+        """[..., fields] → [..., channels]"""
+        return values.index_select(-1, self.field_of)
 
     def field_gradient(self, gradient: Tensor) -> Tensor:
         """Gradients w.r.t. ``weight`` [..., fields] from those w.r.t. a scale per channel [..., channels]."""

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from erlangen.gradients.fallback import functional
-from erlangen.gradients.joined import Plain, chain, chains
-from erlangen.gradients.pooling import is_plain_max_pool, pooled
+from erlangen.gradients.joined import Plain, chain, chains, faster
 from erlangen.gradients.problems import where
 from erlangen.gradients.registry import Rule, find_rule
 from erlangen.gradients.tape import Tape
@@ -120,8 +119,8 @@ def attach(model: nn.Module, tape: Tape) -> None:
         if id(module) not in done:
             module.__dict__["forward"] = PrivateForward(module, chain, tape)
     for module in model.modules():
-        if is_plain_max_pool(module):
-            module.__dict__["forward"] = _FasterForward(module, pooled, tape)
+        if (run := faster(module)) is not None:
+            module.__dict__["forward"] = _FasterForward(module, run, tape)
 
 
 def detach(model: nn.Module) -> None:

@@ -62,6 +62,23 @@ def joinable_pool(kind: type[nn.Module], is_two_by_two: Callable[[Any], bool]) -
     _POOLS[kind] = is_two_by_two
 
 
+#: what a layer's own kernel computes: (module, tape, input) → output, where it has no parameters, or there is no tape
+_OWN: dict[type[nn.Module], Callable[[Any, Tape | None, Any], Any]] = {}
+
+
+def own_kernel(kind: type[nn.Module], run: Callable[[Any, Tape | None, Any], Any]) -> None:
+    """Layers of this type have a faster form of their own: in ordinary training, and in private training if they have no
+    parameters (those of others are a rule's)."""
+    _OWN[kind] = run
+
+
+def faster(module: nn.Module) -> Callable[[Any, Tape | None, Any], Any] | None:
+    """The faster form of a layer whose forward is its type's."""
+    if is_plain_max_pool(module):
+        return pooled
+    return None if "forward" in module.__dict__ else _OWN.get(type(module))
+
+
 def activation_name(module: nn.Module) -> str | None:
     """The kernel's name of an activation layer, or None."""
     name = _ACTIVATIONS.get(type(module))
@@ -135,12 +152,12 @@ def _run_at(layers: Sequence[nn.Module], start: int) -> Run | None:
         post, at = name, at + 1
     if at < len(layers) and _POOLS.get(type(layers[at]), lambda _: False)(layers[at]):
         pool, at = True, at + 1
-    if any(_has_hooks(layer) for layer in layers[start:at]):
+    if any(has_hooks(layer) for layer in layers[start:at]):
         return None
     return Run(start, at, norm, NormAct(norm.groups, norm.eps, pre, post, pool))
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in module.modules()
     )
@@ -213,8 +230,8 @@ def join(model: nn.Module) -> nn.Module:
     for sequence, _ in chains(model):
         sequence.__dict__["forward"] = Plain(sequence, chain)
     for module in model.modules():
-        if is_plain_max_pool(module):
-            module.__dict__["forward"] = Plain(module, pooled)
+        if (run := faster(module)) is not None:
+            module.__dict__["forward"] = Plain(module, run)
         elif type(module) is nn.Conv2d and module.padding_mode == "zeros":
             module.__dict__["forward"] = Plain(module, _convolve)
         elif norm_layer(module) is not None:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from erlangen.equivariant import bags
+from erlangen.equivariant import bags, on_maps
 from erlangen.equivariant.conv import SteerableConv2d
-from erlangen.equivariant.nonlinearities import NormNonlinearity, Pointwise
+from erlangen.equivariant.nonlinearities import FourierNonlinearity, NormNonlinearity, Pointwise
 from erlangen.equivariant.norms import EquivariantGroupNorm, FieldInstanceNorm
 from erlangen.equivariant.pooling import SpatialMaxPool
 from erlangen.equivariant.tied import TiedCopies, coefficient_gradients, jacobian, tied_copies
@@ -29,6 +29,7 @@ from erlangen.gradients.joined import (
     joinable_norm,
     joinable_pool,
     norm_layer,
+    own_kernel,
     suits,
 )
 from erlangen.gradients.joined import apply as joined
@@ -234,6 +235,8 @@ joinable_norm(
     EquivariantGroupNorm,
     lambda m: None if m.per_element else NormLayer(m, m.groups, m.eps, m.per_channel, m.field_gradient),
 )
+own_kernel(FourierNonlinearity, on_maps.fourier_nonlinearity)
+own_kernel(FieldInstanceNorm, on_maps.plain_field_norm)
 
 
 @rule(EquivariantGroupNorm, FieldInstanceNorm)
@@ -242,6 +245,8 @@ def field_norm(module: EquivariantGroupNorm | FieldInstanceNorm, tape: Tape, x: 
     if (norm := norm_layer(module)) is not None and suits(x, spec := NormAct(norm.groups, norm.eps)):
         return joined(x, norm, spec, tape)
     weight, bias = module.weight, module.bias
+    if isinstance(module, FieldInstanceNorm) and on_maps.suits(x, weight, bias, module.spread):
+        return on_maps.field_instance_norm(module, tape, x)
     out = module.normalise(x, None if weight is None else weight.detach(), None if bias is None else bias.detach())
     to_bias = module.bias_gradient if isinstance(module, FieldInstanceNorm) else module.field_gradient
 
