@@ -27,7 +27,7 @@ from erlangen.gradients.memory import (
     restore,
     untouched,
 )
-from erlangen.gradients.precision import no_ten_bits
+from erlangen.gradients.precision import repeatable
 from erlangen.gradients.problems import where
 from erlangen.gradients.trace import Trace, own_copies, paired, same, trace
 from erlangen.gradients.variants import SCALES, changed, more_rows, not_finite, padded, told_apart, unlike, variants
@@ -36,7 +36,7 @@ from erlangen.gradients.variants import SCALES, changed, more_rows, not_finite, 
 MANY, MOST_NUMBERS = 33, 1 << 19
 
 
-@no_ten_bits()  # for batches of another length a GPU rounds products of ten bits otherwise
+@repeatable()  # and for batches of another length a GPU rounds products of ten bits otherwise
 def check_independence(
     module: nn.Module, inputs: tuple[Tensor, ...], batch_first: bool = True, reduction: str | None = None
 ) -> None:

@@ -43,6 +43,20 @@ def no_ten_bits() -> Iterator[None]:
             knob.fp32_precision = value
 
 
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Products of float32 are products of float32 inside, and convolutions of the same shape add up in the same order each time: a
+    GPU may share one out among programs that finish as they like, and in 16 bits another order is another result."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic
+    cudnn.deterministic = True
+    try:
+        with no_ten_bits():
+            yield
+    finally:
+        cudnn.deterministic = before
+
+
 def rounds_products(device: torch.device) -> bool:
     """Whether products of float32 on this device may be taken in fewer bits, as the user has set it up."""
     backends: Any = torch.backends
