@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from erlangen.gradients.kernels import norm_act, usable
 from erlangen.gradients.kernels.conv2d import conv2d
 from erlangen.gradients.kernels.norm_act import NormAct
-from erlangen.gradients.pooling import is_plain_max_pool, pooled
+from erlangen.gradients.pooling import averaged, is_plain_max_pool, pooled
 from erlangen.gradients.tape import Tape
 
 
@@ -70,6 +70,9 @@ def own_kernel(kind: type[nn.Module], run: Callable[[Any, Tape | None, Any], Any
     """Layers of this type have a faster form of their own: in ordinary training, and in private training if they have no
     parameters (those of others are a rule's)."""
     _OWN[kind] = run
+
+
+own_kernel(nn.AvgPool2d, averaged)
 
 
 def faster(module: nn.Module) -> Callable[[Any, Tape | None, Any], Any] | None:

@@ -20,7 +20,7 @@ from erlangen.equivariant import bags, on_maps
 from erlangen.equivariant.conv import SteerableConv2d
 from erlangen.equivariant.nonlinearities import FourierNonlinearity, NormNonlinearity, Pointwise
 from erlangen.equivariant.norms import EquivariantGroupNorm, FieldInstanceNorm
-from erlangen.equivariant.pooling import SpatialMaxPool
+from erlangen.equivariant.pooling import SpatialAvgPool, SpatialMaxPool
 from erlangen.equivariant.tied import TiedCopies, coefficient_gradients, jacobian, tied_copies
 from erlangen.gradients.joined import (
     NormLayer,
@@ -37,6 +37,7 @@ from erlangen.gradients.kernels import usable
 from erlangen.gradients.kernels.conv2d import compute_dtype
 from erlangen.gradients.kernels.norm_act import NormAct
 from erlangen.gradients.pieces import Dense, Piece, Weight
+from erlangen.gradients.pooling import averaged
 from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rules.conv import Conv, Geometry, Windows, computed
@@ -235,6 +236,7 @@ joinable_norm(
     EquivariantGroupNorm,
     lambda m: None if m.per_element else NormLayer(m, m.groups, m.eps, m.per_channel, m.field_gradient),
 )
+own_kernel(SpatialAvgPool, averaged)
 own_kernel(FourierNonlinearity, on_maps.fourier_nonlinearity)
 own_kernel(FieldInstanceNorm, on_maps.plain_field_norm)
 
