@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 from gredp_geodp_tasks import TASKS
+from provenance import commit
 
 from erlangen.data import Dataset
 from erlangen.training.config import TrainConfig
@@ -134,12 +134,11 @@ def main() -> None:
             case = replace(case, configs=few, steps=1, rows=32)
         found[name] = measure(case, args.profile, 500 if args.small else None)
         print(f"{name:26} {found[name]['ms']:8.2f} ms a step, {found[name]['us_row']:6.3f} µs a row", file=sys.stderr)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if args.json:
         print(json.dumps({
             "benchmark": "ensembles", "date": str(date.today()), "device": device, "torch": torch.__version__,
-            "commit": commit, "cases": found,
+            "commit": commit(), "cases": found,
         }))  # fmt: skip
 
 

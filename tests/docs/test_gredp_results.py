@@ -346,7 +346,7 @@ def test_what_the_methods_pages_say_of_lenet() -> None:
 def test_from_which_size_circulant_layers_are_faster() -> None:
     ratios = {(r["layer"], r["size"], r["block"]): (r["plain"], r["private"]) for r in measured("circulant")["ratios"]}
     text = " ".join(method_page("gredp.md").split())
-    for layer, start, far, block in (("linear", 512, 2048, 32), ("conv 3×3", 64, 128, 16)):
+    for layer, start, far, block in (("linear", 512, 2048, 32), ("conv 3×3", 64, 128, 4), ("conv 3×3", 64, 128, 16)):
         near, there = ratios[layer, start, block], ratios[layer, far, block]
         names = ("linear", "features") if layer == "linear" else ("convolution 3×3", "channels")
         (first, second) = (f"{plain:.2f}×, {private:.2f}×" for plain, private in (near, there))
@@ -355,9 +355,6 @@ def test_from_which_size_circulant_layers_are_faster() -> None:
         smaller = [max(pair) for (kind, size, _), pair in ratios.items() if kind == layer and size < start]
         assert min(smaller) > 1
     assert f"smaller layers are slower, up to {max(max(pair) for pair in ratios.values()):.1f}×" in text
-    of_four = {size: pair for (kind, size, block), pair in ratios.items() if (kind, block) == ("conv 3×3", 4)}
-    found = [ratio for pair in of_four.values() for ratio in pair]
-    assert f"slower at all sizes measured (to {max(of_four)} channels), {min(found):.1f} to {max(found):.1f}×" in text
 
 
 def test_what_a_step_costs() -> None:

@@ -218,7 +218,7 @@ GROUPS = content("cifar-groups.json")["cells"]
 @pytest.mark.parametrize("group", GROUPS)
 def test_symmetry_groups_on_cifar(group: str) -> None:
     (run,) = GROUPS[group]
-    last, steps = run["metrics"][-1], {"D8": 255}.get(group, 270)
+    last, steps = run["metrics"][-1], {"D8": 255, "D16": 123, "SO(2)": 237}.get(group, 270)
     (cell,) = (c for c in preset("eq-groups").cells if c.name == group)
     cells = [
         f"{run['parameters']:,}", rounded_up(run["epsilon"]["pld"], 2), f"{100 * last['test_accuracy']:.2f}",

@@ -252,6 +252,35 @@ def test_ensembles(name: str) -> None:
     assert f"| {' | '.join(cells)} | {1e3 * now['ms'] / now['members'] / batch:.1f} µs |" in page("results/speed.md")
 
 
+def test_ensembles_with_filters_and_blocks() -> None:
+    cases = content("ensembles-h200-cifar")["cases"]
+    took = {name: f"{case['ms']:.1f} ms" for name, case in cases.items()}
+    for name, title in (("model3", "Model-3"), ("resnet20", "ResNet-20"), ("alexnet", "AlexNet")):
+        others = (took.get(f"{name}-{kind}", "–") for kind in ("spectral", "circulant"))
+        assert f"| {title}, {cases[name]['members']} | {took[name]} | {' | '.join(others)} |" in page("results/speed.md")
+        assert {case["batch"] for case in cases.values()} == {500}
+    plain, filtered = (cases[name]["ms"] for name in ("alexnet", "alexnet-spectral"))
+    said = f"takes {filtered:.1f} ms a step, {filtered / plain:.2f} times DP-SGD's {plain:.1f}"
+    assert said in " ".join(page("methods/spectral-dp.md").split())
+
+
+def test_steps_with_coefficients_in_16_bits() -> None:
+    names = ("gpu-eq-resnet9-d4-16-bits", "gpu-eq-resnet9-d4-16-bits-2048")
+    (p1, e1), (p2, e2) = ((milliseconds(name, "plain"), milliseconds(name, "erlangen")) for name in names)
+    said = " ".join(page("results/speed.md").split())
+    assert f"{p1:.1f} ms plain and {e1:.1f} ms private in parts of 1024 ({e1 / p1:.2f})" in said
+    assert f"{p2:.1f} and {e2:.1f} ms in parts of 2048 ({e2 / p2:.2f})" in said
+    steps = [t for name in names for t in content(name)["methods"]["erlangen"]["ms"]]
+    assert f"single steps between {min(steps):.0f} and {max(steps):.0f} ms" in said
+    assert f"({e1 / p1:.2f}× on another machine)" in (ROOT / "README.md").read_text()
+
+
+def test_a_network_of_so2() -> None:
+    plain, private = (milliseconds("gpu-eq-resnet9-so2", method) for method in ("plain", "erlangen"))
+    said = " ".join(page("results/speed.md").split())
+    assert f"took {plain:.0f} ms plain and {private:.0f} ms private, {private / plain:.2f}×" in said
+
+
 # --- what a step moves and computes ------------------------------------------------------------------------------------
 
 RECORDS, VIEWS = 8192, 8192 * 4

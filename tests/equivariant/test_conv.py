@@ -26,6 +26,7 @@ from erlangen.equivariant import (
     trivial,
     trivial_fields,
 )
+from erlangen.gradients.tracing import followed
 
 
 def main_type(group: Group, count: int = 2) -> FieldType:
@@ -251,6 +252,29 @@ def test_autocast_keeps_the_kernel_precise() -> None:
         gradient = torch.randn(2, *expected.shape)
         pulled = conv.coefficient_gradient(gradient)
     assert torch.equal(pulled, conv.coefficient_gradient(gradient))
+
+
+@pytest.mark.parametrize("name", ["C8", "D4", "SO(2)"])
+@pytest.mark.parametrize("standardise", [False, True])
+def test_on_a_gpu_products_with_the_basis_are_of_16_bits(name: str, standardise: bool) -> None:
+    """Where kernels' gradients are: a rounding away from float32, which is what comes of it. A CPU, slower in 16 bits, is exact."""
+    torch.manual_seed(0)
+    inner = main_type(group_by_name(name), 4)
+    conv = SteerableConv2d(inner, inner, 3, padding=1, standardise=standardise)
+    kernels = torch.randn(5, *conv.kernel().shape).bfloat16()
+    windows, cotangents = torch.randn(5, 4, inner.size * 9).bfloat16(), torch.randn(5, 4, inner.size).bfloat16()
+    # kernels that are constant on orbits of the grid are not contracted
+    dense = all(block.dense is not None for block in conv.expansion.blocks.values())
+    ways = [lambda wide: conv.coefficient_gradient(kernels.float() if wide else kernels)]
+    if dense:
+        ways.append(lambda wide: conv.contracted_gradient(*(t.float() if wide else t for t in (windows, cotangents))))
+    for way in ways:
+        exact = way(True)
+        assert torch.equal(way(False), exact)
+        with followed():  # computes as on a GPU
+            rounded = way(False)
+        assert rounded.dtype == torch.float32
+        assert 0 < (rounded - exact).norm() / exact.norm() < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def test_changing_precision_keeps_the_basis_exact() -> None:

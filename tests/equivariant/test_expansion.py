@@ -57,6 +57,17 @@ def test_pullback_is_the_adjoint_of_expand(name: str, data: st.DataObject) -> No
     assert torch.allclose(expansion.expand(2 * theta - 1), 2 * kernel - ones, atol=1e-9)
 
 
+@settings(max_examples=30, deadline=None)
+@given(names, st.data())
+def test_channels_may_lie_innermost(name: str, data: st.DataObject) -> None:
+    """As a channels-last network stores gradients of its kernels: the same numbers, copied by whole fields."""
+    expansion = build(data, name)
+    shape = expansion.expand(torch.zeros(expansion.dimension, dtype=torch.float64)).shape
+    gradient = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    laid = gradient.movedim(2, -1).contiguous().movedim(-1, 2)
+    assert torch.allclose(expansion.pullback(laid), expansion.pullback(gradient), atol=1e-9)
+
+
 @settings(max_examples=40, deadline=None)
 @given(names, st.data(), st.integers(1, 3))
 def test_contraction_is_the_pullback_of_the_kernel_gradient(name: str, data: st.DataObject, tokens: int) -> None:

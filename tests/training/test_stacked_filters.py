@@ -242,8 +242,8 @@ def test_filtered_maps_are_summed_as_they_were_measured(what, monkeypatch):
         alone = rows.weighted_sum(weights).double()
         assert bool((alone.square().sum(1) <= energy[:, k].nan_to_num(0.0, posinf=0.0) * (1 + 1e-6)).all())
         if what == "random":
-            left = torch.stack([(g.view(-1, 9) @ q @ q.T).flatten() for g, q in zip(formed[:, k], kept, strict=True)])
-            assert float((alone - left).norm() / left.norm()) < 4 * torch.finfo(HALF).eps
+            left = torch.stack([(g.view(-1, 9) @ q @ q.T).flatten() for g, q in zip(formed[:, k].cpu(), kept, strict=True)])
+            assert float((alone.cpu() - left).norm() / left.norm()) < 4 * torch.finfo(HALF).eps
             assert bool((energy[:, k] <= alone.square().sum(1) * 1.01).all()), "rounded outwards, by little"
     assert rows._formed is None
     if what == "random":  # measured otherwise afterwards: the sum goes along

@@ -65,10 +65,12 @@ class KernelBlock(ConstantsModule):
             # Each orbit meets every output element once: put the d_out copies of a filter in one order and add them.
             rows = gradient.reshape(*lead, self.fields_out, self.d_out, self.fields_in, self.d_in * taps)
             total = rows.gather(-1, self.members.unsqueeze(-2).expand_as(rows)).sum(-3)
-            return total if self.mix is None else total @ self.mix
-        split = gradient.reshape(*lead, self.fields_out, self.d_out, self.fields_in, self.d_in, taps)
-        entries = split.transpose(-4, -3).flatten(-3)
-        return entries @ self.dense.T
+            return total if self.mix is None else total @ self.mix.to(total.dtype)
+        split = gradient.reshape(*lead, self.fields_out, self.d_out, self.fields_in, self.d_in, taps).transpose(-4, -3)
+        basis = self.dense.to(split.dtype).view(self.dimension, self.d_out, self.d_in, taps)
+        if split.stride(-2) < split.stride(-1):  # channels lie innermost: whole fields are copied, not every ninth entry
+            split, basis = split.transpose(-2, -1), basis.transpose(-2, -1)
+        return split.flatten(-3) @ basis.flatten(1).T
 
 
 def _one_member_per_row(entry: np.ndarray, rows: int) -> np.ndarray | None:
@@ -216,7 +218,7 @@ class KernelExpansion(ConstantsModule):
                 width = fields_in * block.inp.size
                 if module is not None:
                     fields = a[:, :, left : left + width].reshape(n, tokens, fields_in, block.inp.size * taps)
-                    response = fields @ module.dense.view(module.dimension * out.size, -1).T
+                    response = fields @ module.dense.to(fields.dtype).view(module.dimension * out.size, -1).T
                     response = response.unflatten(-1, (module.dimension, out.size))
                     cells.append(torch.einsum("ntibd,ntod->noib", response, c).flatten(-2))
                 left += width
