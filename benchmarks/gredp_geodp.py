@@ -7,7 +7,7 @@ FOLDER holds mnist.npz. Every method gets the same number of tuning trials (step
 split of the *training* set, then all seeds on the whole of it; the test set is read once. Methods of one family train
 together as an ensemble; runs of one seed start from the same weights and draw the same batches, with noise of their own.
 Finished runs are written as they come; what is left is done with --resume. Needs torch and numpy; noise multipliers are
-stored in gredp_geodp_tasks.py, so that no accountant is needed (``--epsilon`` adds the true ε afterwards). More tasks:
+stored in gredp_tasks.py, so that no accountant is needed (``--epsilon`` adds the true ε afterwards). More tasks:
 GReDP's Table 3 and Figures 3 to 5 for LeNet-5, Model-3 on CIFAR-10. ``--processes 4`` trains runs one by one on CPU cores:
 for logistic regression.
 

@@ -17,9 +17,11 @@ import erlangen.training.ensemble
 from erlangen.accounting import epsilon, gaussian, poisson
 from erlangen.data.base import Dataset
 from erlangen.experiments.presets import preset
+from erlangen.training.config import TrainConfig
 from tests.scripts import script
 
 tasks = script("gredp_geodp_tasks")
+gredp = tasks.gredp
 bench = script("gredp_geodp")
 tables = script("gredp_geodp_tables")
 
@@ -28,20 +30,20 @@ def spent(sigma: float, batch: int, records: int, steps: int, method: str) -> fl
     return epsilon([(poisson(batch / records, gaussian(sigma)), steps)], 1e-5, method)
 
 
-@pytest.mark.parametrize("target", tasks.SIGMAS)
+@pytest.mark.parametrize("target", gredp.SIGMAS)
 def test_stored_noise_is_what_it_says(target):
-    for sigma, method in zip(tasks.SIGMAS[target], ("pld", "rdp"), strict=True):
+    for sigma, method in zip(gredp.SIGMAS[target], ("pld", "rdp"), strict=True):
         assert 0.996 * target < spent(sigma, 500, 60_000, 1200, method) <= target
 
 
 def test_stored_noise_of_other_batches_and_data():
-    for batch, sigmas in tasks.BATCH_SIGMAS.items():
+    for batch, sigmas in gredp.BATCH_SIGMAS.items():
         assert 1.99 < spent(sigmas[0], batch, 60_000, round(600_000 / batch), "pld") <= 2.0
         assert 1.99 < spent(sigmas[1], batch, 60_000, round(600_000 / batch), "rdp") <= 2.0
-    for batch, sigmas in tasks.CIFAR_BATCH_SIGMAS.items():
+    for batch, sigmas in gredp.CIFAR_BATCH_SIGMAS.items():
         for sigma, method in zip(sigmas, ("pld", "rdp"), strict=True):
             assert 1.99 < spent(sigma, batch, 50_000, round(1_500_000 / batch), method) <= 2.0
-    for target, sigmas in tasks.CIFAR_SIGMAS.items():
+    for target, sigmas in gredp.CIFAR_SIGMAS.items():
         for sigma, method in zip(sigmas, ("pld", "rdp"), strict=True):
             assert 0.996 * target < spent(sigma, 500, 50_000, 3000, method) <= target
 
@@ -181,7 +183,7 @@ def test_what_is_claimed_is_paired_with_what_is_true(name):
     assert len(set(pairs.values())) == len({s.replace("claimed", "true") for s in pairs}), "other levels have other batches"
 
 
-@pytest.mark.parametrize("name", [task.name for task in tasks.CIRCULANT_ABLATIONS])
+@pytest.mark.parametrize("name", [task.name for task in gredp.CIRCULANT_ABLATIONS])
 def test_circulant_ablations_differ_in_their_layers_alone(name):
     """The same settings, steps and batches of every method that the dense table has."""
     task, pick = tasks.TASKS[name], (1.0, 1.0, 0.9)
@@ -281,11 +283,11 @@ def test_companions_are_the_rows_of_the_paper_that_the_base_lacks(name):
         expected = geodp._method(method)
         assert (config.batch, config.steps) == (
             batch,
-            (geodp.TABLE_2 if base is tasks.TABLE_II else geodp.TABLE_3).steps[batch],
+            (geodp.TABLE_2 if base is tasks.geodp.TABLE_II else geodp.TABLE_3).steps[batch],
         )
         assert config.mechanism_options.get("beta") == beta
         for option in ("mechanism", "sampling", "selective", "clipping"):
-            assert getattr(config, option) == expected.get(option, getattr(tasks.TrainConfig(), option))
+            assert getattr(config, option) == expected.get(option, getattr(TrainConfig(), option))
         assert tasks.TASKS[task.name].methods[label].alone == ("IS" in extras or "SUR" in extras)
 
 
@@ -390,7 +392,7 @@ def test_what_clips_each_layer_trains_together(tmp_path, data, capsys):
     bench.Tables(options(tmp_path, tasks=["gredp-table1-layers"], seeds=2)).main()
     assert "runs gredp-table1-layers layers: 8 runs" in capsys.readouterr().out
     rows = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert {row["key"][1] for row in rows} == set(tasks.LAYERED)
+    assert {row["key"][1] for row in rows} == set(gredp.LAYERED)
 
 
 def test_looks_on_the_way_change_nothing_and_end_at_the_end(tmp_path, data, monkeypatch):
@@ -407,7 +409,7 @@ def test_looks_on_the_way_change_nothing_and_end_at_the_end(tmp_path, data, monk
         assert len({look["test_loss"] for look in row["curve"]}) == 3
 
 
-@pytest.mark.parametrize("model", tasks.CIFAR_LENGTHS)
+@pytest.mark.parametrize("model", gredp.CIFAR_LENGTHS)
 def test_table_3_takes_over_the_end_of_figure_3(model):
     figure, table = tasks.TASKS[f"gredp-fig3-{model}"], tasks.TASKS[f"gredp-table3-{model}"]
     ends = {
@@ -438,7 +440,7 @@ def test_a_curve_is_not_taken_from_a_run_without_looks(tmp_path, data, monkeypat
     assert {row["key"][0]: "curve" in row for row in rows} == {"gredp-fig5": False, "curves": True, "ends": False}
 
 
-@pytest.mark.parametrize("batch", tasks.CIFAR_BATCH_SIGMAS)
+@pytest.mark.parametrize("batch", gredp.CIFAR_BATCH_SIGMAS)
 def test_large_batches_take_several_passes(batch, monkeypatch):
     """The rows of all members stay within what the task allows, and a pass is full."""
     monkeypatch.setattr(bench, "dataset", lambda *_: range(50_000))

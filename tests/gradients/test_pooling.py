@@ -1,4 +1,7 @@
-"""Max pooling the faster way is PyTorch's to the bit: values, gradients, ties, NaN; and the module stays the user's."""
+"""Max pooling the faster way is PyTorch's to the bit: values, gradients, ties, NaN; averages are to rounding.
+
+The module stays the user's.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from erlangen.gradients import attach, detach
+from erlangen.gradients import attach, detach, kernels
 from erlangen.gradients.joined import join
 from erlangen.gradients.pooling import max_pool2d
 from erlangen.gradients.tape import Tape
+from tests.kernels import channels_last
 
 
 def both(x: Tensor, **options: object) -> list[tuple[Tensor, Tensor]]:
@@ -135,3 +139,46 @@ def test_pools_that_do_something_else_are_left_alone(kind: str) -> None:
     assert pool.__dict__.get("forward") is before
     join(model)
     assert pool.__dict__.get("forward") is before
+
+
+@pytest.fixture
+def as_where_kernels_run(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "FORCED", True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [2, 3])
+def test_averages_of_tiles_are_pytorchs(k, dtype, as_where_kernels_run):
+    torch.manual_seed(0)
+    x = channels_last(3, 10, 2 * k, 4 * k, dtype=dtype).requires_grad_()
+    plain, fast = nn.AvgPool2d(k), join(nn.AvgPool2d(k))
+    out, want = fast(x), plain(x)
+    assert "Tiles" in type(out.grad_fn).__name__
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    torch.testing.assert_close(out, want, **near)
+    cotangent = torch.randn_like(want)
+    ours, theirs = (torch.autograd.grad(o, x, cotangent)[0] for o in (out, want))
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(ours, theirs, **near)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(2, 1), nn.AvgPool2d(3, padding=1), nn.AvgPool2d((2, 3)), nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2, divisor_override=3), nn.AvgPool2d(4), nn.AvgPool2d(1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_averages_are_taken_as_ever(pool, as_where_kernels_run):
+    """Windows that overlap, reach over the edge, leave some of the map out or divide by another number; maps laid out otherwise."""
+    x = channels_last(2, 5, 6, 6).requires_grad_()
+    fast = join(copy.deepcopy(pool))
+    out = fast(x)
+    assert torch.equal(out, pool(x))
+    assert "Tiles" not in type(out.grad_fn).__name__
+    if pool.kernel_size == 2 and pool.stride == 2:
+        assert torch.equal(fast(x.contiguous()), pool(x.contiguous()))
+    assert fast(x[:0]).shape == pool(x[:0]).shape
