@@ -29,11 +29,12 @@ from erlangen.equivariant import (
     spectral,
     trivial_fields,
 )
-from erlangen.gradients import RowMap
+from erlangen.gradients import RowMap, Tape, attach, detach
 from erlangen.gradients.attach import plan
 from erlangen.gradients.fallback import functional
 from erlangen.gradients.registry import find_rule
 from erlangen.gradients.rules.steerable import Steerable
+from erlangen.gradients.tracing import followed
 from erlangen.models.equivariant import c8_steerable_cnn, equivariant_resnet9
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
@@ -216,8 +217,6 @@ def test_an_owner_set_to_zero_contributes_nothing():
 def test_half_precision_activations_give_gradients_in_the_precision_of_the_parameters(case):
     """As a training in 16 bits has them: the layers around return what they like, and rules run without autocast."""
     module, x = build(case, torch.float32)
-    from erlangen.gradients import Tape, attach, detach
-
     generator = torch.Generator().manual_seed(0)
     c = torch.randn(module(x).shape[1:], generator=generator)
 
@@ -242,6 +241,29 @@ def test_half_precision_activations_give_gradients_in_the_precision_of_the_param
         assert (got.dense(name) - g).norm() / g.norm() < 0.05, name
     if isinstance(module, (SteerableConv2d, FieldInstanceNorm)):
         assert out.dtype == torch.bfloat16, "maps stay as narrow as they were"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", [name for name in CASES if "norm" not in name])
+def test_products_with_the_basis_in_16_bits_are_measured_as_they_are_summed(case, strategy):
+    """As on a GPU: a clipped owner alone is never longer than the norm it was measured at, also with terms that cancel."""
+    module, x = build(case, torch.float32)
+    for rows in (x, torch.cat([1e4 * x[:1], -1e4 * x[:1] + x[1:2]])):
+        owners = RowMap.regular(1, len(rows))
+        tape = Tape(dict(module.named_parameters()), "sum", strategy)
+        attach(module, tape)
+        tape.rows = owners
+        try:
+            with followed():
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = module(rows.bfloat16())
+                out.float().square().sum().backward()
+                got = tape.gradients()
+                norms, sums = got.norms_squared(), got.weighted_sum({name: torch.ones(1) for name in got.names})
+        finally:
+            detach(module)
+        for name, total in sums.items():
+            assert float(total.double().norm()) <= float(norms[name].double().sqrt()) * (1 + 1e-6), name
 
 
 def test_the_engine_does_not_load_the_equivariant_package():
