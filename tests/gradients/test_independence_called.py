@@ -132,7 +132,69 @@ def test_rounds_that_are_counted_by_records_are_refused():
         private(records(), Longer(), loss_reduction="sum")
 
 
+class Spares(nn.Module):
+    """As many rounds as there are records, of which nothing shows but on the way back; some records have no part in them."""
+
+    def __init__(self, spared: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.spared = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3), spared
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, of_others = self.a(x), ~self.spared(x)[:, None]
+        for _ in range(len(x)):
+            y = self.b(h) * of_others
+            h = h + (y - y.detach())
+        return self.c(h)
+
+
+SPARED = {
+    "the first": lambda x: torch.arange(len(x)) == 0, "the ends": lambda x: torch.arange(len(x)) % (len(x) - 1) == 0,
+    "half of them": lambda x: x[:, 0] > 0, "small ones": lambda x: x[:, 0] < 5,
+}  # fmt: skip
+
+
+def test_rounds_that_spare_a_record_moved_the_sum_by_many_bounds():
+    def released(count: int) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(33, 5, generator=torch.Generator().manual_seed(1))[:count]
+        module = Spares(SPARED["the first"])
+        with torch.no_grad():
+            module.b.weight.copy_(-2 * torch.eye(8))  # every round turns what comes back around
+        module, optimizer, loader = private(TensorDataset(x), module, check=False, loss_reduction="sum")
+        for (inputs,) in loader:
+            (1e3 * module(inputs)).sum().backward()
+            optimizer.step()
+        return count * torch.cat([p.grad.flatten() for p in module.parameters()])
+
+    assert float((released(33) - released(32)).norm()) > 15
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("spared", SPARED.values(), ids=SPARED)
+def test_rounds_that_are_counted_by_records_are_refused_whomever_they_spare(spared, reduction):
+    """The first record alone was compared, and rounds from which nothing came back to it were left out."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with pytest.raises(MixesSamples, match="how many records the batch has"):
+            private(records(), Spares(spared), loss_reduction=reduction)
+
+
+class OneByOne(nn.Module):
+    """A layer is called for every record by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.relu(self.a(x)), x.new_zeros(len(x), 3)
+        for k in range(len(x)):
+            out = torch.where((torch.arange(len(x)) == k)[:, None], self.c(h), out)
+        return out
+
+
 OTHERS_ALONE = {
+    "one by one": OneByOne(),
     "halting": Halting(), "early exit": EarlyExit(), "python": Dropped(lambda: random.random()),
     "numpy": Dropped(lambda: np.random.rand()),  # noqa: NPY002
 }  # fmt: skip

@@ -99,6 +99,7 @@ THRESHOLDS = {
     "rounded": Hooked(behind=Rounds()), "by row": Hooked(lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-9)),
     "large ones": Hooked(lambda g: g.clamp(-100, 100)), "summed": Hooked(behind=BackwardClip(1.0, "sum")),
     "dropout": nn.Sequential(Hooked(lambda g: g.clamp(-1e-3, 1e-3)), nn.Dropout(0.5)),
+    "all but the first": Hooked(lambda g: torch.cat([g[:1], sparse(g[1:])])),
     "behind frozen 16 bits": nn.Sequential(Frozen(), Hooked(sparse)),
 }  # fmt: skip
 
@@ -146,7 +147,14 @@ def test_a_threshold_beside_a_cut_for_means_is_refused():
             private(records(), nn.Sequential(Hooked(sparse), BackwardClip(bound), nn.Linear(3, 3)))
 
 
-COUNTED = {"times": Hooked(lambda g: g * len(g)), "divided": Hooked(lambda g: g / g.shape[0])}
+COUNTED = {
+    "times": Hooked(lambda g: g * len(g)), "divided": Hooked(lambda g: g / g.shape[0]),
+    "all but the first": Hooked(lambda g: torch.cat([g[:1], g[1:] * len(g)])),
+    "all but the ends": Hooked(lambda g: torch.cat([g[:1], g[1:-1] / len(g), g[-1:]])),
+    "by place": Hooked(lambda g: g * torch.arange(1.0, len(g) + 1)[:, None]),
+    "the first": Hooked(lambda g: torch.cat([2 * g[:1], g[1:]])),
+    "the last": Hooked(lambda g: torch.cat([g[:-1], 2 * g[-1:]])),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -205,8 +205,8 @@ class Spectra(Piece):
         return self._each(lambda part: part.zero(bad))
 
     def without(self, bad: Tensor) -> Piece:
-        again = [self, *(part for part in self._parts() if not isinstance(part, Dense))]
-        return Without(self, bad) if any(piece.measured_formed for piece in again) else self.zero(bad)
+        """Each part by itself as it was measured: in the other's chunks its products could add in another order."""
+        return Without(self, bad) if self.measured_formed else self._each(lambda part: part.without(bad))
 
     def _parts(self) -> tuple[Piece, Piece]:
         return self.ends, self.middle
@@ -281,6 +281,8 @@ def owners(piece: Piece, start: int, stop: int) -> Piece:
     """The gradients of these owners."""
     if isinstance(piece, Pulled):
         return Pulled(owners(piece.piece, start, stop), piece.pull)
+    if isinstance(piece, Without):
+        return Without(owners(piece.piece, start, stop), piece.bad[start:stop])
     if isinstance(piece, Dense):
         return Dense(piece.g[start:stop])
     assert isinstance(piece, Conv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from erlangen.gradients.fewer import MixesSamples, watched_rows
 from erlangen.gradients.memory import Memory, answers_of, draw_again, restore
 from erlangen.gradients.tape import Pieces, Tape, leaves_of
 from erlangen.gradients.trace import alike_if_padded, own_copies
-from erlangen.gradients.variants import all_unused, more_rows, unlike, variants
+from erlangen.gradients.variants import all_unused, more_rows, of_all_sizes, unlike, variants
 
 _ORDER_UNSEEN = (
     "whether every layer sees the records in the order of the batch was not checked: the module returns no tensor with one row "
@@ -52,11 +52,12 @@ def check_backward(
             watch.row, watch.rows_expected = None, few
             _check_cotangents(module, tuple(more_rows(t, few) for t in inputs), columns, watch, start)
             if reduction is not None:
-                whole, devices = tuple(more_rows(t, more) for t in inputs), {t.device for t in inputs if t.is_cuda}
+                whole = tuple(of_all_sizes(more_rows(t, more)) for t in inputs)
+                devices = {t.device for t in inputs if t.is_cuda}
 
-                def back(rows: int, scale: float) -> Cotangents:
-                    watch.row, watch.rows_expected = None, rows
-                    some = tuple(t[:rows] if t.ndim else t for t in whole)
+                def back(rows: range, scale: float) -> Cotangents:
+                    watch.row, watch.rows_expected = None, len(rows)
+                    some = tuple(t[rows.start : rows.stop] if t.ndim else t for t in whole)
                     return _cotangents(module, some, watch, start, partial(_uneven, scale), columns)
 
                 check_divisor(module, back, few, more, reduction, devices)
@@ -118,7 +119,7 @@ def _cotangents(
     """What comes back to each layer in a pass from the start, from what ``end`` makes of some of the outputs."""
     restore(module, start)
     draw_again()
-    watch.seen, watch.whose, watch.kept = {}, {}, watched_rows(batch)
+    watch.seen, watch.whose = {}, {}
     leaves = answers_of(module, own_copies(batch))
     torch.stack([end(leaves[k].float()) for k in places]).sum().backward()
     return watch.seen
@@ -127,7 +128,7 @@ def _cotangents(
 def _alike_in(row: int, own: Cotangents, other: Cotangents) -> bool:
     """The calls of each layer, the first with the first; what is called for others alone sends nothing back to the row."""
     return all(
-        alike_if_padded(a[row], b[row]) if a and b else not bool((a or b)[row].any())
+        alike_if_padded(a[row], b[row]) if a is not None and b is not None else not bool((b if a is None else a)[row].any())
         for layer in own.keys() | other.keys()
         for a, b in itertools.zip_longest(reversed(own.get(layer, [])), reversed(other.get(layer, [])))
     )
@@ -141,11 +142,10 @@ def _by_row(leaves: dict[int, list[Any]]) -> list[int]:
 
 
 class _Watch(Tape):
-    """A tape that objects to cotangents outside the row that was asked for; where none was, it keeps those of some rows."""
+    """A tape that objects to cotangents outside the row that was asked for; where none was, it keeps them."""
 
     row: int | None = 0
     rows_expected = 0
-    kept: Sequence[int] = ()
     seen: Cotangents
     #: the parameters behind each use of a layer
     whose: dict[Pieces, tuple[int, ...]]
@@ -172,7 +172,7 @@ class _Watch(Tape):
                 "positional tables a batch dimension, e.g. positions.expand(len(x), -1)."
             )
         if self.row is None:
-            self.seen.setdefault(layer, []).append({row: by_row[row].detach().clone() for row in self.kept})
+            self.seen.setdefault(layer, []).append(by_row.detach().clone())
             return
         others = by_row.detach().reshape(len(by_row), -1).abs().amax(1) if by_row[0].numel() else by_row.new_zeros(by_row.shape[0])
         others[self.row] = 0

@@ -137,13 +137,19 @@ def alike(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
 
 def alike_if_padded(a: Tensor, b: Tensor, of_largest: float = 1e-4) -> bool:
     """`alike`, where one may have more entries in some dimensions, which are zero."""
-    if a.ndim == b.ndim and a.shape != b.shape:
-        sizes = [max(pair) for pair in zip(a.shape, b.shape, strict=True)]
-        padded = a.new_zeros(sizes), b.new_zeros(sizes)
-        for whole, part in zip(padded, (a, b), strict=True):
-            whole[tuple(map(slice, part.shape))] = part
-        a, b = padded
-    return alike(a, b, of_largest)
+    return alike(*as_padded((a, b)), of_largest)
+
+
+def as_padded(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Both as large as the larger in each dimension, with zeros behind."""
+    a, b = pair
+    if a.ndim != b.ndim or a.shape == b.shape:
+        return pair
+    sizes = [max(sides) for sides in zip(a.shape, b.shape, strict=True)]
+    padded = a.new_zeros(sizes), b.new_zeros(sizes)
+    for whole, part in zip(padded, pair, strict=True):
+        whole[tuple(map(slice, part.shape))] = part
+    return padded
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

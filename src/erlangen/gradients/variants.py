@@ -123,6 +123,14 @@ def unlike(inputs: tuple[Tensor, ...], least: int = 5) -> tuple[int, int]:
     return few, more
 
 
+def of_all_sizes(t: Tensor) -> Tensor:
+    """The same with some rows larger and some smaller: what a module does with such records alone is seen."""
+    if not t.is_floating_point() or not t.ndim:
+        return t
+    sizes = torch.tensor((1.0, *SCALES), dtype=t.dtype, device=t.device)
+    return t * sizes[torch.arange(len(t)) % len(sizes)].view(-1, *[1] * (t.ndim - 1))
+
+
 def more_rows(t: Tensor, rows: int) -> Tensor:
     if not t.ndim:
         return t
