@@ -406,3 +406,23 @@ def test_a_memory_that_grows_is_refused():
 
     with pytest.raises(MixesSamples, match="'bank' is updated from the data"):
         check_independence(Bank(), (torch.randn(3, 4),))
+
+
+def test_experiments_ask_for_convolutions_that_add_up_in_one_order():
+    """Inside, and no longer; whatever the module does."""
+    seen: list[bool] = []
+
+    class Asks(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.backends.cudnn.deterministic)
+            return super().forward(x)
+
+    class Mixes(Asks):
+        def forward(self, x):
+            return super().forward(x) + x.mean(0)
+
+    check_independence(Asks(3, 3), (torch.randn(4, 3),))
+    with pytest.raises(MixesSamples):
+        check_independence(Mixes(3, 3), (torch.randn(4, 3),))
+    assert all(seen)
+    assert not torch.backends.cudnn.deterministic
