@@ -15,6 +15,7 @@ from erlangen.equivariant import (
     cyclic,
     dihedral,
     fields,
+    group_by_name,
     irrep,
     o2,
     quotient,
@@ -66,6 +67,22 @@ def test_channels_may_lie_innermost(name: str, data: st.DataObject) -> None:
     gradient = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     laid = gradient.movedim(2, -1).contiguous().movedim(-1, 2)
     assert torch.allclose(expansion.pullback(laid), expansion.pullback(gradient), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["C8", "D16", "SO2", "C4"])
+@pytest.mark.parametrize("beginning", [0, 1])
+def test_16_bits_are_copied_in_fours(name: str, beginning: int) -> None:
+    """Where as many lie together, and begin at a multiple of eight bytes: to the last bit what copying them one by one gives."""
+    group = group_by_name(name)
+    kind = fields(regular(group) if group.is_finite else spectral(group, 2), 2)
+    expansion = KernelExpansion(kind, kind, KernelGrid.build(3))
+    size = kind.size
+    stored = torch.randn(beginning + 3 * size * 9 * size).bfloat16()[beginning:]
+    gradient = stored.view(3, size, 3, 3, size).movedim(-1, 2)
+    found = expansion.pullback(gradient)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("erlangen.equivariant.expansion._flat", lambda t: t.flatten(-3))
+        assert torch.equal(found, expansion.pullback(gradient))
 
 
 @settings(max_examples=40, deadline=None)
