@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from erlangen.training.session import Session
 
 
+#: runs trained at once, where nothing else is said
+MEMBERS = 48
+
+
 @dataclass(frozen=True)
 class Trial:
     """One run: a method in a setting, with its step length, bound, momentum and seed."""
@@ -124,7 +128,7 @@ class Tables(Bench[Trial]):
             super().run(phase, [t for t in left if not t.alone])
 
     def members(self, trial: Trial) -> int:
-        return TASKS[trial.task].members or self.options.members
+        return self.options.members or TASKS[trial.task].members or MEMBERS
 
     def where(self) -> str:
         return "cpu" if self.options.processes else super().where()
@@ -408,7 +412,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="only these of a task; all of them unless told")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tune-seeds", type=int, default=1)
-    parser.add_argument("--members", type=int, default=48, help="runs trained at once")
+    parser.add_argument("--members", type=int, help=f"runs trained at once; otherwise what the task says, or {MEMBERS}")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no ensemble is started")
     parser.add_argument("--steps", type=int, default=0, help="so few steps of small batches: to see that it runs")
     parser.add_argument(
