@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -91,18 +93,27 @@ def test_what_no_single_rule_is(name):
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="kernels on the CPU need Triton's interpreter (TRITON_INTERPRET=1)")
-@pytest.mark.parametrize("name", ["Linear", pytest.param("GroupNorm, ReLU", marks=pytest.mark.slow)])
-def test_fused_kernels_under_hostile_rows(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("Linear", None), pytest.param("GroupNorm, ReLU", "norm_act.forward", marks=pytest.mark.slow),
+        pytest.param("FourierNonlinearity, FieldInstanceNorm, pool", "fourier.backward", marks=pytest.mark.slow),
+        ("FieldInstanceNorm", "lines.sums"),
+    ],
+)  # fmt: skip
+def test_fused_kernels_under_hostile_rows(monkeypatch, name, kernel):
     pytest.importorskip("triton")
-    from erlangen.gradients.kernels import norm_act
-
     monkeypatch.setattr(kernels, "FORCED", True)
-    launched, plain = [], norm_act.forward
-    monkeypatch.setattr(norm_act, "forward", lambda *args: (launched.append(1), plain(*args))[1])
+    launched = []
+    if kernel is not None:
+        file, function = kernel.split(".")
+        place = importlib.import_module(f"erlangen.gradients.kernels.{file}")
+        plain = getattr(place, function)
+        monkeypatch.setattr(place, function, lambda *args: (launched.append(1), plain(*args))[1])
     known = {kind.__name__: example for kind, example in examples().items()} | combinations_of_layers()
     found = audit_layer(name, known[name])
     assert found.verdict == CONSISTENT, found.reason
-    assert bool(launched) == ("ReLU" in name)
+    assert bool(launched) == (kernel is not None)
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="kernels on the CPU need Triton's interpreter (TRITON_INTERPRET=1)")

@@ -121,6 +121,16 @@ class _UsedTwice(nn.Module):
         return self.layer(self.layer(x).tanh())
 
 
+def _band_limited() -> nn.Module:
+    """Layers of fields of SO(2), which have kernels of their own on a GPU."""
+    from erlangen import equivariant as eq
+
+    fields = eq.fields(eq.spectral(eq.so2(), 2), 2)
+    act = eq.FourierNonlinearity(eq.so2(), 2, 2, nn.Mish())
+    inside = (act, eq.FieldInstanceNorm(fields), eq.SpatialAvgPool(fields, 2))
+    return nn.Sequential(nn.Conv2d(3, fields.size, 3, padding=1), *inside, nn.Conv2d(fields.size, 4, 1))
+
+
 def combinations_of_layers() -> dict[str, Example]:
     """What no single rule is: runs that become one kernel on a GPU, computed and shared weights, layers without a rule."""
     from erlangen import equivariant as eq
@@ -135,6 +145,7 @@ def combinations_of_layers() -> dict[str, Example]:
         "EquivariantGroupNorm, Mish": Example(
             lambda: layers(eq.EquivariantGroupNorm(fields), nn.Mish()), _floats(3, 8, 8)
         ),
+        "FourierNonlinearity, FieldInstanceNorm, pool": Example(_band_limited, _floats(3, 4, 4)),
         "a layer without a rule": Example(_NoRule, _floats(5)),
         "a weight used twice": Example(_UsedTwice, _floats(5)),
         "a computed weight": Example(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), _floats(4, 5)),
