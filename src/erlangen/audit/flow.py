@@ -137,8 +137,9 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, removed: Tensor 
             yield pair(f"size {size:.6g}", size * some[0][1][None], others)
             yield pair(f"size {size:.6g}, every parameter", size * some[1][1][None], others)
         yield pair(f"size {size:.6g}, float64", size * some[0][1][None].double(), nobody, torch.float64)
-    for size in () if removed is None else (1e8, 1e20):
-        yield pair(f"size {size:.6g}, along what is not released", size * removed[None], crowd)
+    if removed is not None:
+        for size in (1e8, 1e20):
+            yield pair(f"size {size:.6g}, along what is not released", size * removed[None], crowd)
     many = bound * some[0][1].expand(40, d)
     yield pair("huge among forty of its kind", 1e4 * bound * some[0][1][None], many)
     yield pair("huge against forty of its kind", -1e4 * bound * some[0][1][None], many)
