@@ -7,6 +7,7 @@ import torch
 from erlangen.audit.flow import audit_flow, not_released
 from erlangen.audit.verdict import CONSISTENT, VIOLATED
 from erlangen.mechanisms import GaussianMechanism
+from erlangen.mechanisms.clipping import Flat
 from tests.mechanisms.test_geometry import BOUND, SHAPE, Projection
 
 
@@ -35,3 +36,22 @@ def test_the_directions_that_are_not_released():
     assert float(Projection().forward("w", removed.view(SHAPE)).norm()) < 1e-6
     assert abs(float(removed.norm()) - 1) < 1e-6
     assert not_released(build(lambda: None)) is None
+
+
+class KeepsTheLongest(Flat):
+    """Clips each record to the bound, and leaves out the shorter half of the batch: one record more can push another out."""
+
+    def weights(self, norms):
+        return super().weights(norms) * (norms >= norms.median())
+
+
+def test_a_rule_whose_weights_depend_on_the_others_is_caught():
+    def build(rule):
+        made = GaussianMechanism(1.0, rule(BOUND))
+        made.bind({"w": torch.zeros(SHAPE)})
+        return made
+
+    found = audit_flow("longest half", lambda: build(KeepsTheLongest), {"w": SHAPE}, BOUND)
+    assert found.verdict == VIOLATED
+    assert "as many lengths" in found.reason
+    assert audit_flow("flat", lambda: build(Flat), {"w": SHAPE}, BOUND).verdict == CONSISTENT

@@ -140,6 +140,9 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, removed: Tensor 
     if removed is not None:
         for size in (1e8, 1e20):
             yield pair(f"size {size:.6g}, along what is not released", size * removed[None], crowd)
+    ladder = bound * torch.linspace(1.1, 2.0, 6)[:, None] * some[0][1]  # whom others leave out, or let in, counts for a whole bound
+    for size in (1e-3, 1.5, 1e4):
+        yield pair(f"size {size:.6g}, against six of as many lengths", -size * bound * some[0][1][None], ladder)
     many = bound * some[0][1].expand(40, d)
     yield pair("huge among forty of its kind", 1e4 * bound * some[0][1][None], many)
     yield pair("huge against forty of its kind", -1e4 * bound * some[0][1][None], many)
