@@ -227,6 +227,12 @@ def test_reproduce_lists_and_dry_runs():
     assert cell["paper"] == 92.7
 
 
+def test_a_dry_run_says_which_part_of_a_table_its_rows_are():
+    lines = said("reproduce", "eq-table1", "--only", "ε=2", "--dry-run").splitlines()
+    assert [k for k, line in enumerate(lines) if "Table 1, CIFAR-10" in line] == [0, 3]
+    assert len({line.index("σ = ") for line in lines if "σ = " in line}) == 1, "one column"
+
+
 def test_start_up_is_quick():
     assert "Usage" in run("--help").stdout
     assert cpu_seconds("import erlangen.cli.main", enough=1.0) < 1.0

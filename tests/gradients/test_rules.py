@@ -308,8 +308,18 @@ def test_a_graph_that_is_kept_can_be_asked_twice_row_by_row():
     assert engine.training is not None
 
 
+def test_packed_sequences_are_refused_with_a_cure():
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    layer = nn.LSTM(4, 4, batch_first=True)
+    attach(layer, Tape(dict(layer.named_parameters())))
+    with pytest.raises(TypeError, match=r"LSTM got PackedSequence; .* pad every record to one fixed length"):
+        layer(packed)
+    with pytest.raises(TypeError, match=r"LSTM got \[3, 4\]; .*\[batch, time, features\]"):
+        layer(torch.randn(3, 4))
+
+
 def test_parameters_beside_layers_are_remarked_on():
-    with pytest.warns(UserWarning, match=r"Custom at '1' holds scale beside its layers.* all 30 parameters"):
+    with pytest.warns(UserWarning, match=r"Custom at '1' holds scale beside its layers.* all 30 parameters.* module of its own"):
         remark_on_swallowed(nn.Sequential(nn.Linear(4, 4), Custom()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from torch import nn
 
 from erlangen.gradients.tape import Tape
@@ -37,3 +40,20 @@ def test_a_mechanism_with_a_recorder_of_its_own_has_no_per_sample_gradients():
     assert plain.clips_samples
     assert own.recorder(tape) is not tape
     assert not own.clips_samples
+
+
+@pytest.mark.parametrize(
+    ("gradients", "batch", "words"),
+    [
+        ({"w": torch.zeros(3, 7)}, 1.0, r"'w' have shape \[3, 7\]; give one gradient of shape \[4\] for each record"),
+        ({"w": torch.zeros(3, 4), "v": torch.zeros(3, 2)}, 1.0, r"name 'v', and the mechanism is bound to \['w'\]"),
+        ({"w": torch.zeros(3, 4)}, 0.0, "expected_batch is 0.0; sums are divided by it"),
+        ({"w": torch.zeros(3, 4)}, math.nan, "expected_batch is nan"),
+    ],
+)
+def test_a_release_alone_refuses_what_it_cannot_mean(gradients, batch, words):
+    mechanism = GaussianMechanism(1.0, 1.0)
+    mechanism.bind({"w": torch.zeros(4)})
+    with pytest.raises(ValueError, match=words):
+        mechanism.release(gradients, batch)
+    assert mechanism.release({"w": torch.zeros(3, 4)}, 3.0)["w"].shape == (4,)

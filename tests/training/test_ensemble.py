@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from erlangen.accounting import gaussian
 from erlangen.data.base import Dataset
+from erlangen.mechanisms import GaussianMechanism, base
+from erlangen.mechanisms.clipping import Flat
+from erlangen.mechanisms.clipping import base as rules
 from erlangen.models import register_model
 from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError, TrainConfig
@@ -182,6 +186,37 @@ def test_other_members_other_noise():
 def test_what_an_ensemble_cannot_do_is_refused(change, what):
     with pytest.raises(ConfigError, match=what):
         Ensemble([dataclasses.replace(CONFIG, **change)], toy())
+
+
+class Twice(GaussianMechanism):
+    """Doubles its noise, and claims what that is worth."""
+
+    def event(self, noise_multiplier=None):
+        return gaussian(2 * (self.noise_multiplier if noise_multiplier is None else noise_multiplier))
+
+    def finish(self, expected_batch):
+        for total in self._sum.values():
+            total.copy_(self.noise.perturb(total, 3**0.5 * self.std))
+        return super().finish(expected_batch)
+
+
+class Shorter(Flat):
+    """Promises, and keeps, half the bound."""
+
+    sensitivity = property(lambda self: self.bound / 2)
+
+    def weights(self, norms):
+        return super().weights(norms) / 2
+
+
+@pytest.mark.parametrize("change", [{"mechanism": "twice"}, {"clipping": "shorter"}])
+def test_what_a_subclass_does_otherwise_is_not_passed_over(monkeypatch, change):
+    """The ensemble has code of its own for ISO: a subclass would get ISO's noise, and be charged for what it says itself."""
+    build = lambda c: Twice(c.noise_multiplier, c.clipping, None, c.noise, "twice")  # noqa: E731
+    monkeypatch.setitem(base._MECHANISMS, "twice", build)
+    monkeypatch.setitem(rules._RULES, "shorter", Shorter)
+    with pytest.raises(ConfigError, match=r"one family|clip alike"):
+        Ensemble([dataclasses.replace(CONFIG, noise_multiplier=1.0, **change)], toy())
 
 
 def test_members_that_clip_other_layers_together_are_refused():

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from erlangen.audit.neighbours import Gradients, Pair, directions, flatten, unflatten
+from erlangen.audit.search import stated_covariance
 from erlangen.audit.threads import single_threaded
 from erlangen.audit.verdict import Claim, Finding, failed, passed, unable
 from erlangen.mechanisms.base import Mechanism
@@ -111,8 +112,11 @@ def _distance(a: Trace, b: Trace, release: int) -> float:
     return math.sqrt(total)
 
 
-def adversarial(shapes: Mapping[str, torch.Size], bound: float) -> Iterator[Pair]:
-    """Canaries of every size that floating point knows, alone and in company, in single, double and brain precision."""
+def adversarial(shapes: Mapping[str, torch.Size], bound: float, removed: Tensor | None = None) -> Iterator[Pair]:
+    """Canaries of every size that floating point knows, alone and in company, in single, double and brain precision.
+
+    ``removed`` is a direction of which nothing is released: a canary along it must not absorb the others where they are summed.
+    """
     d = sum(s.numel() for s in shapes.values())
     some = list(directions(shapes))
     just_above = float(torch.nextafter(torch.tensor(bound), torch.tensor(math.inf)))
@@ -133,6 +137,12 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float) -> Iterator[Pair
             yield pair(f"size {size:.6g}", size * some[0][1][None], others)
             yield pair(f"size {size:.6g}, every parameter", size * some[1][1][None], others)
         yield pair(f"size {size:.6g}, float64", size * some[0][1][None].double(), nobody, torch.float64)
+    if removed is not None:
+        for size in (1e8, 1e20):
+            yield pair(f"size {size:.6g}, along what is not released", size * removed[None], crowd)
+    ladder = bound * torch.linspace(1.1, 2.0, 6)[:, None] * some[0][1]  # whom others leave out, or let in, counts for a whole bound
+    for size in (1e-3, 1.5, 1e4):
+        yield pair(f"size {size:.6g}, against six of as many lengths", -size * bound * some[0][1][None], ladder)
     many = bound * some[0][1].expand(40, d)
     yield pair("huge among forty of its kind", 1e4 * bound * some[0][1][None], many)
     yield pair("huge against forty of its kind", -1e4 * bound * some[0][1][None], many)
@@ -142,6 +152,17 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float) -> Iterator[Pair
         yield pair(f"one entry {bad}", one, crowd)
         yield pair(f"every entry {bad}", torch.full((1, d), bad), crowd)
         yield pair(f"one entry {bad}, bfloat16", one, nobody, torch.bfloat16)
+
+
+def not_released(mechanism: Mechanism) -> Tensor | None:
+    """A unit vector in the null space of the stated covariance, over all parameters; None where noise is on every direction."""
+    stated = stated_covariance(mechanism)
+    if stated is None:
+        return None
+    values, vectors = torch.linalg.eigh(stated)
+    silent = vectors[:, values <= 1e-9 * values.max()]
+    some = silent @ torch.randn(silent.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (some / some.norm()).float() if silent.shape[1] else None
 
 
 def reused(build: Callable[[], Mechanism], shapes: Mapping[str, torch.Size]) -> str | None:
@@ -175,7 +196,8 @@ def audit_flow(
         return failed(name, "flow", again)
     first = next(iter(shapes))
     kinds = lambda pair: (len(pair.others[first]), next(iter(pair.others.values())).dtype)  # noqa: E731
-    return over_pairs(name, "flow", "the release", build, adversarial(shapes, bound), kinds, claim.sigma)
+    pairs = adversarial(shapes, bound, not_released(build()))
+    return over_pairs(name, "flow", "the release", build, pairs, kinds, claim.sigma)
 
 
 def over_pairs(

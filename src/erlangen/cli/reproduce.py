@@ -117,10 +117,13 @@ def _one(part: Any, quick: bool, dry_run: bool, out: Path | None, as_json: bool,
 
     if dry_run:
         cells = []
+        if not as_json:  # parts have cells of the same name
+            typer.echo(f"{part.paper}: {part.title}")
+        width = max(len(cell.name) for cell in part.cells)
         for cell in part.privacy():
             cells.append(cell)
             if not as_json:
-                typer.echo(_line(cell))
+                typer.echo(_line(cell, width))
         if not as_json:
             for file in sorted({cell["needs"] for cell in cells if cell.get("needs")}):
                 typer.echo(f"A run needs {file}")
@@ -160,11 +163,11 @@ def _first_look(chosen: Any, folder: Path, quiet: bool, first: int) -> dict[str,
     return result
 
 
-def _line(cell: dict[str, Any]) -> str:
+def _line(cell: dict[str, Any], width: int) -> str:
     pld, rdp = (_epsilon(cell["epsilon"][method]) for method in ("pld", "rdp"))
     claim = f"  (claimed: {cell['claimed_epsilon']:g})" if cell.get("claimed_epsilon") else ""
     return (
-        f"{cell['cell']:16} σ = {cell['noise_multiplier']:.4g}  q = {cell['sample_rate']:.4g}  T = {cell['steps']}  "
+        f"{cell['cell']:{width}}  σ = {cell['noise_multiplier']:.4g}  q = {cell['sample_rate']:.4g}  T = {cell['steps']}  "
         f"ε = {pld} (PLD), {rdp} (RDP) at δ = {cell['delta']:.1e}{claim}"
     )
 

@@ -90,7 +90,7 @@ def remark_on_swallowed(model: nn.Module) -> None:
             warnings.warn(
                 f"{where} holds {', '.join(own)} beside its layers: torch.func then differentiates all of it together, with every "
                 f"record's gradient of all {count:,} parameters in memory. Put {'it' if len(own) == 1 else 'them'} into a small "
-                "module of their own, and the layers keep their rules (docs/adding-a-layer.md).",
+                f"module of {'its' if len(own) == 1 else 'their'} own, and the layers keep their rules (docs/adding-a-layer.md).",
                 stacklevel=2,
             )
 

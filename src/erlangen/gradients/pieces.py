@@ -5,8 +5,8 @@ and (if somebody insists) the gradients themselves. `Dense` holds them; the othe
 never form them unless asked, so that a private step costs little more than an ordinary one.
 
 ``weight`` in `norms_squared` is the geometry: ``None`` (Euclidean), a tensor ω shaped like the parameter (norm of ω∘g),
-or a function that maps materialised gradients [n, *shape] to the coordinates whose norm counts. One that is a
-`KernelFilter` is known to convolutions: they filter before they form anything.
+or a function that maps materialised gradients [n, *shape], in float32 at least, to the coordinates whose norm counts. One
+that is a `KernelFilter` is known to convolutions: they filter before they form anything.
 
 Rounding. A squared norm computed from Gram matrices can come out too small when huge terms cancel, and a clip that
 trusts it would let too much through. Such norms are rounded outwards by the rounding error that their own terms allow.
@@ -43,9 +43,8 @@ def chunk_size(per_owner: int, like: Tensor) -> int:
 def apply_weight(weight: Weight, g: Tensor) -> Tensor:
     if weight is None:
         return g
-    if callable(weight) and not isinstance(weight, Tensor):
-        return weight(g)
-    return g.to(accumulate_dtype(g)) * weight  # a scalar parameter's ω alone would leave the product in 16 bits
+    g = g.to(accumulate_dtype(g))  # coordinates in 16 bits would be too short by their rounding
+    return weight(g) if callable(weight) and not isinstance(weight, Tensor) else g * weight
 
 
 def unit_scale(t: Tensor, owners: int) -> tuple[Tensor, Tensor]:

@@ -142,9 +142,24 @@ class Mechanism(ABC):
         if not isinstance(gradients, PerSampleGradients):
             if not self.shapes:
                 self.bind({name: g[0] if g.shape[0] else g.new_zeros(g.shape[1:]) for name, g in gradients.items()})
+            self._require_known(gradients)
             gradients = PerSampleGradients.from_dense(gradients)
+        batch = self.expected_batch if expected_batch is None else expected_batch
+        if not 0 < batch < math.inf:
+            raise ValueError(f"expected_batch is {batch}; sums are divided by it: give the expected number of owners in a batch")
         self.accumulate(gradients)
-        return self.finish(self.expected_batch if expected_batch is None else expected_batch)
+        return self.finish(batch)
+
+    def _require_known(self, gradients: Mapping[str, Tensor]) -> None:
+        """Per-sample gradients of the parameters that it is bound to."""
+        for name, g in gradients.items():
+            if name not in self.shapes:
+                raise ValueError(f"gradients name {name!r}, and the mechanism is bound to {sorted(self.shapes)}: call bind() with all")
+            if g.shape[1:] != self.shapes[name]:
+                raise ValueError(
+                    f"gradients of {name!r} have shape {list(g.shape)}; give one gradient of shape {list(self.shapes[name])} for each "
+                    "record, or bind() the mechanism to other parameters"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue exactly. JSON-able; never a seed."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from erlangen.gradients.filtered import KernelFilter
 from erlangen.gradients.pieces import Weight
 from erlangen.gradients.precision import accumulate_dtype, exact_float32
-from erlangen.mechanisms.geometry import Geometry
+from erlangen.mechanisms.geometry import GUARD, Geometry
 
 ORDERS = ("filter-first", "clip-first")
 
@@ -32,9 +32,6 @@ MATRIX_SIZE = 256
 
 # Inner dimension that small kernels are packed to.
 PACKED_SIZE = 36
-
-# How much of ‖g‖ counts beside ‖P g‖; see `Fourier.weight`.
-GUARD = 1.0 / 64.0
 
 
 def hartley(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -102,6 +99,8 @@ class Fourier(Geometry):
     ``axes`` names the axes to transform where the rule at the top of this file is not the right one. All of these are fixed
     before training and independent of the data.
     """
+
+    guarded = True
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class GaussianMechanism(Mechanism):
         self.clipped_at: float | None = None
 
     def metric(self, name: str) -> Weight:
-        return self.geometry.weight(name)
+        return self.geometry.measure(name, self._like[name])
 
     def accumulate(self, gradients: PerSampleGradients) -> None:
         if not gradients.owners or not gradients.names:

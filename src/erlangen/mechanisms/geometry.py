@@ -12,14 +12,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from erlangen.gradients.filtered import KernelFilter
 from erlangen.gradients.pieces import Weight
 
 #: the largest parameter whose energy is measured, d² numbers in all
 MEASURED = 16_384
 
+#: how much of what T removes counts beside ‖T g‖; see `Geometry.measure`
+GUARD = 1.0 / 64.0
+
 
 class Geometry:
     """Identity: the Euclidean norm. Subclasses change the coordinates."""
+
+    #: whether T removes nothing, or `weight` counts what it removes
+    guarded = False
 
     def bind(self, shapes: Mapping[str, torch.Size]) -> None:
         """Learn the parameters' shapes; raise if this geometry does not fit them."""
@@ -27,6 +34,32 @@ class Geometry:
     def weight(self, name: str) -> Weight:
         """How a layer rule measures ‖T g‖ without forming T g: None, a diagonal, or a function of the gradients."""
         return None
+
+    def measure(self, name: str, like: Tensor) -> Weight:
+        """`weight`, with κs‖g‖ beside it where T removes a part of the gradients; κ = 1/64, and s is the scale of T.
+
+        Raw gradients are summed before they are mapped. A huge one of which T sees nothing would pass the clip, and absorb the
+        others in floating point. With the guard no term of the sum is above 64·C/s, and a gradient of which T removes nothing is
+        clipped by a part in eight thousand more.
+        """
+        weight = self.weight(name)
+        if weight is None or self.guarded or isinstance(weight, KernelFilter):
+            return weight
+        known: dict[tuple[str, torch.Size], float | None] = self.__dict__.setdefault("_blind_scales", {})
+        if (name, like.shape) not in known:
+            known[name, like.shape] = self._blind_scale(name, like)
+        scale = known[name, like.shape]
+        return weight if scale is None else _guarded(weight, GUARD * scale)
+
+    def _blind_scale(self, name: str, like: Tensor) -> float | None:
+        """The scale of T where T⁺T is not the identity: asked of one random vector, of which T removes a part if of any."""
+        g = torch.Generator().manual_seed(0)
+        x = torch.randn(like.shape, generator=g, dtype=torch.float64).to(like.device)
+        seen = self.forward(name, x)
+        back = self.inverse(name, seen)
+        if bool((back - x).norm() <= 1e-6 * x.norm()):
+            return None
+        return float(seen.norm() / back.norm()) if bool(back.any()) else 1.0
 
     def forward(self, name: str, g: Tensor) -> Tensor:
         """T g, for gradients with any leading dimensions."""
@@ -71,11 +104,26 @@ class Geometry:
         return f"{std**2:.4g}·{shape}"
 
 
+def _guarded(weight: Weight, share: float) -> Weight:
+    """The coordinates of a weight, and ``share``·g beside them."""
+    if isinstance(weight, Tensor):
+        return (weight.square() + share**2).sqrt()
+    assert weight is not None
+
+    def both(g: Tensor) -> Tensor:
+        seen = weight(g).flatten(1)
+        return torch.cat([seen, g.flatten(1).to(seen) * share], 1)
+
+    return both
+
+
 class Diagonal(Geometry):
     """T = diag(1/m): coordinates with a large m are clipped less and noised more. m must not depend on the data.
 
     A single number serves all coordinates of its parameter.
     """
+
+    guarded = True
 
     def __init__(self, m: Mapping[str, Tensor | float]) -> None:
         given = {name: t if isinstance(t, Tensor) else torch.tensor(float(t)) for name, t in m.items()}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from erlangen.mechanisms import (
     Fourier,
     GaussianMechanism,
     Geometry,
+    Layerwise,
     Mechanism,
     PublishedGeoDP,
     PublishedGReDP,
@@ -32,6 +33,7 @@ from erlangen.mechanisms.clipping import PSAC, AutoS, ClippingRule, Flat, PerLay
 from erlangen.mechanisms.frequency import GUARD, hartley, parity
 from erlangen.mechanisms.geodp import SHORTEST
 from erlangen.mechanisms.hyperspherical import from_spherical, to_spherical
+from erlangen.mechanisms.rep import Aligned
 from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError
 from erlangen.training.stacked_rows import Filter, Rows, norms
@@ -54,7 +56,7 @@ class StackedRelease(ABC):
         groups = [rule.groups(list(stack.shapes)) for rule in rules]
         if (
             len({type(rule) for rule in rules}) > 1
-            or not isinstance(rules[0], known)
+            or type(rules[0]) not in known  # a subclass may clip otherwise
             or any(g != groups[0] for g in groups)
         ):
             raise ConfigError(
@@ -288,25 +290,29 @@ class StackedPublishedGeoDP(StackedRelease):
 
 def stacked_release(mechanisms: Sequence[Mechanism], stack: Stack) -> StackedRelease:
     """The batched form of mechanisms of one family; ConfigError where there is none."""
-    first = mechanisms[0]
-    for kind, build in (
-        (PublishedGeoDP, StackedPublishedGeoDP), (Direction, StackedDirection), (GaussianMechanism, StackedGaussian),
-    ):  # fmt: skip
-        if isinstance(first, kind):
-            if all(isinstance(m, kind) and _stackable(m) for m in mechanisms):
-                return build(mechanisms, stack)  # type: ignore[abstract, arg-type]
-            break
+    for family, build in FAMILIES.items():
+        if all(type(m) in family and _stackable(m) for m in mechanisms):
+            return build(mechanisms, stack)  # type: ignore[arg-type]
     names = sorted({f"{m.name} ({type(m).__name__})" for m in mechanisms})
     raise ConfigError(
         f"{', '.join(names)} cannot share an ensemble: members are of one family (diagonal or Fourier geometries, GeoDP's "
-        "direction and shrink, or GeoDP as published), and filters act on the last axes; train others with Session"
+        "direction and shrink, or GeoDP as published), subclasses are not, and filters act on the last axes; train others with "
+        "Session"
     )
 
 
+#: exactly these classes: what a subclass does otherwise would not be done, and its event charged all the same
+FAMILIES: Mapping[tuple[type[Mechanism], ...], Callable[[Sequence[Any], Stack], StackedRelease]] = {
+    (PublishedGeoDP,): StackedPublishedGeoDP,
+    (Direction, Shrink): StackedDirection,
+    (GaussianMechanism, Aligned, Layerwise, PublishedGReDP): StackedGaussian,
+}
+
+
 def _stackable(mechanism: Mechanism) -> bool:
-    if isinstance(mechanism, Direction):
-        return type(mechanism) in (Direction, Shrink)
-    if not isinstance(mechanism, GaussianMechanism) or type(mechanism.geometry) not in (Geometry, Diagonal, Fourier):
+    if not isinstance(mechanism, GaussianMechanism) or isinstance(mechanism, PublishedGeoDP):
+        return True
+    if type(mechanism.geometry) not in (Geometry, Diagonal, Fourier):
         return False
     return _unfiltered(mechanism) or _on_last_axes(mechanism.geometry)  # type: ignore[arg-type]
 

@@ -41,8 +41,10 @@ def _gru(x: Tensor, h: Tensor, state: State) -> State:
 @rule(nn.RNN, nn.LSTM, nn.GRU)
 def recurrent(module: nn.RNNBase, tape: Tape, input: Tensor, hx: Tensor | State | None = None) -> tuple[Tensor, object]:
     if not isinstance(input, Tensor) or input.ndim != 3:
+        got = f"[{', '.join(map(str, input.shape))}]" if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(
-            f"{type(module).__name__} trains privately on padded [batch, time, features] tensors, not packed ones"
+            f"{type(module).__name__} got {got}; it trains privately on padded [batch, time, features] tensors. In place of "
+            "pack_padded_sequence pad every record to one fixed length, and take the output at each record's last token"
         )
     x = input if module.batch_first else input.transpose(0, 1)
     states = _initial(module, x, hx)
