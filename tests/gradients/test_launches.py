@@ -41,7 +41,7 @@ class Launches(TorchDispatchMode):
 
 def launches(method: str, model: str, monkeypatch) -> int:
     """Of a physical part in the middle of a logical batch."""
-    options = {"device": "cpu", "model": model, "physical": 2, "views": 1, "strategy": "auto"}
+    options = {"device": "cpu", "model": model, "physical": 2, "views": 1, "strategy": "auto", "options": None}
     flags = dict.fromkeys(("contiguous", "separate", "compile", "float32", "graph"), False)
     seen = Launches()
 

@@ -12,7 +12,7 @@ from erlangen.gradients.tape import PerSampleGradients
 from erlangen.lipschitz import BackwardClip
 from erlangen.mechanisms import Fourier, GaussianMechanism, make_mechanism
 from erlangen.mechanisms.base import Context
-from erlangen.mechanisms.clipping import Flat, PerLayer
+from erlangen.mechanisms.clipping import AdaptiveQuantile, Flat, PerLayer
 from erlangen.mechanisms.noise import StreamNoise
 from erlangen.mechanisms.published import Layerwise, PublishedGReDP
 from tests.engines import loop, private
@@ -53,6 +53,25 @@ def test_where_the_bound_moves_the_noise_moves_with_it(built, moved):
     reach = in_units_of_noise(made)
     assert reach <= (1 + 1e-6) / made.event().noise_multiplier
     assert reach > 0.4 / made.event().noise_multiplier
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, 1e-30])
+def test_a_bound_moves_only_to_what_it_could_have_been_from_the_beginning(bound):
+    """At C = 1e-30 a gradient of 1e-24 has a squared norm of 0 in float32, and would pass a million bounds long."""
+    made = GaussianMechanism(1.0, 1.0)
+    with pytest.raises(ValueError, match="max_grad_norm is"):
+        made.clipping.bound = bound
+    with pytest.raises(ValueError, match="max_grad_norm is"):
+        made.clipping.load_state_dict({"bound": bound})
+    assert made.clipping.bound == 1.0
+
+
+def test_noise_that_grows_beyond_what_an_adaptive_rule_counts_with_is_refused_with_the_cure():
+    made = GaussianMechanism(1.0, AdaptiveQuantile(1.0))
+    made.bind(ONE, 8.0)
+    made.noise_multiplier = 40.0
+    with pytest.raises(ValueError, match=r"count_std is 5.0 but the noise multiplier is 40.0.* Give count_std > 20"):
+        made.release({name: torch.zeros(1, *t.shape) for name, t in ONE.items()})
 
 
 def test_bounds_of_layers_keep_their_proportions_under_a_loaded_state():

@@ -154,11 +154,13 @@ class Mechanism(ABC):
         """Per-sample gradients of the parameters that it is bound to."""
         for name, g in gradients.items():
             if name not in self.shapes:
-                raise ValueError(f"gradients name {name!r}, and the mechanism is bound to {sorted(self.shapes)}: call bind() with all")
+                raise ValueError(
+                    f"gradients name {name!r}, and the mechanism is bound to {sorted(self.shapes)}: call bind() with all"
+                )
             if g.shape[1:] != self.shapes[name]:
                 raise ValueError(
-                    f"gradients of {name!r} have shape {list(g.shape)}; give one gradient of shape {list(self.shapes[name])} for each "
-                    "record, or bind() the mechanism to other parameters"
+                    f"gradients of {name!r} have shape {list(g.shape)}; give one gradient of shape {list(self.shapes[name])} for "
+                    "each record, or bind() the mechanism to other parameters"
                 )
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,12 +31,7 @@ class AdaptiveQuantile(ClippingRule):
     def prepare(self, noise_multiplier: float, expected_batch: float) -> None:
         if self._given_std is None:  # settled anew whenever σ is: calibration starts from another one
             self.count_std = max(expected_batch / 20.0, 5.0 * noise_multiplier)
-        assert self.count_std is not None
-        if not 2 * self.count_std > noise_multiplier:
-            raise ValueError(
-                f"count_std is {self.count_std} but the noise multiplier is {noise_multiplier}: the count alone would "
-                f"cost more than the budget of a step. Give count_std > {noise_multiplier / 2:g}."
-            )
+        self._room(noise_multiplier)
 
     def weights(self, norms: Tensor) -> Tensor:
         return (self.safe_bound(norms) / norms).clamp(max=1.0)
@@ -44,8 +39,17 @@ class AdaptiveQuantile(ClippingRule):
     def gradient_multiplier(self, noise_multiplier: float) -> float:
         if noise_multiplier == 0:
             return 0.0
+        return (noise_multiplier**-2 - (2 * self._room(noise_multiplier)) ** -2) ** -0.5
+
+    def _room(self, noise_multiplier: float) -> float:
+        """The noise of the count, which has to leave the gradient a part of a step's budget; σ may move between steps."""
         assert self.count_std is not None, "prepare() comes first"
-        return (noise_multiplier**-2 - (2 * self.count_std) ** -2) ** -0.5
+        if not 2 * self.count_std > noise_multiplier:
+            raise ValueError(
+                f"count_std is {self.count_std} but the noise multiplier is {noise_multiplier}: the count alone would "
+                f"cost more than the budget of a step. Give count_std > {noise_multiplier / 2:g}."
+            )
+        return self.count_std
 
     def side_query(self, norms: Tensor) -> SideQuery:
         assert self.count_std is not None, "prepare() comes first"

@@ -39,10 +39,19 @@ class ClippingRule(ABC):
     """Weights w_i with ‖(w_i g_i)‖ ≤ bound. One rule may clip several groups of parameters separately."""
 
     def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    @property
+    def bound(self) -> float:
+        """C; it may move between two steps, to what it could have been from the beginning."""
+        return self._bound
+
+    @bound.setter
+    def bound(self, bound: float) -> None:
         if not (isinstance(bound, (int, float)) and math.isfinite(bound) and bound > 0):
             raise ValueError(f"max_grad_norm is {bound!r}; the clipping bound C must be a positive, finite number")
         require_measurable("max_grad_norm", bound)
-        self.bound = float(bound)
+        self._bound = float(bound)
 
     @property
     def sensitivity(self) -> float:
@@ -83,7 +92,7 @@ class ClippingRule(ABC):
         return {"bound": self.bound}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.bound = float(state["bound"])
+        self.bound = state["bound"]
 
 
 def register_clipping(name: str) -> Callable[[type[ClippingRule]], type[ClippingRule]]:
