@@ -51,7 +51,7 @@ class Comparison:
 def settings(result: dict[str, Any]) -> dict[str, Any]:
     """What has to be equal for two figures to be comparable."""
     told = {**result.get("arguments", {}), **result}  # the device by its own name: ratios of another GPU are others
-    keys = ("benchmark", "model", "batch", "threads", "views", "physical", "device")
+    keys = ("benchmark", "model", "options", "batch", "threads", "views", "physical", "device")
     flags = ("compile", "float32", "graph", "separate", "contiguous")  # what a file does not mention was off
     return {key: told.get(key) for key in keys} | {key: bool(told.get(key)) for key in flags}
 

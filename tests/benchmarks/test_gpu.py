@@ -16,7 +16,7 @@ def trained(method: str, monkeypatch: pytest.MonkeyPatch, graph: bool = False, c
     """The weights after three logical steps of two physical ones, on this machine's processor."""
     args = argparse.Namespace(
         model="lenet", device="cpu", physical=8, views=2, contiguous=True, separate=False, strategy="auto", compile=compiled,
-        float32=True, graph=graph,
+        float32=True, graph=graph, options=None,
     )  # fmt: skip
     made, build = [], bench.build
     with monkeypatch.context() as patch:

@@ -92,7 +92,8 @@ def test_ratios_of_another_gpu_are_not_compared(tmp_path):
 
 def test_every_stored_step_and_gpu_result_is_understood():
     """And finds itself; a second measurement of the same thing may be a little above the first, and passes."""
-    module, again = script("guard"), {f"gpu-eq-resnet9-d4{part}.json" for part in ("", "-before", "-again", "-joined")}
+    module, d4 = script("guard"), ("", "-2048", "-before", "-again", "-joined", "-16-bits", "-16-bits-2048")
+    again = {f"gpu-eq-resnet9-d4{part}.json" for part in d4}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(path.read_text())
         if result.get("benchmark") in ("step", "gpu") and {"plain", "erlangen"} <= set(result["methods"]):
