@@ -279,6 +279,10 @@ def test_a_network_of_so2() -> None:
     plain, private = (milliseconds("gpu-eq-resnet9-so2", method) for method in ("plain", "erlangen"))
     said = " ".join(page("results/speed.md").split())
     assert f"took {plain:.0f} ms plain and {private:.0f} ms private, {private / plain:.2f}×" in said
+    groups = json.loads((ROOT / "docs/results/cifar-groups.json").read_text())["cells"]
+    step = {name: groups[name][0]["seconds"] / groups[name][0]["metrics"][-1]["step"] for name in ("SO(2)", "D16")}
+    assert f"with 8192 × 4 views took {step['SO(2)']:.2f} s" in said
+    assert f"a view, took {step['D16']:.1f} s before it" in said
 
 
 # --- what a step moves and computes ------------------------------------------------------------------------------------
