@@ -14,6 +14,7 @@ from erlangen.equivariant import (
     EquivariantSequential,
     FieldInstanceNorm,
     FourierNonlinearity,
+    SpatialAvgPool,
     SteerableConv2d,
     fields,
     irrep,
@@ -146,3 +147,42 @@ def test_hooks_inside_are_called(forced):
     layer.function.register_forward_hook(lambda *_: seen.append(1))
     layer(channels_last(2, layer.in_type.size, 4, 4))
     assert seen == [1]
+
+
+class Scaled(nn.Module):
+    """A parameter of its own takes all layers inside into the functional fallback, where tensors have no order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.ones(1)), network()
+        self.average, self.pool = nn.AvgPool2d(2), SpatialAvgPool(self.inside.out_type, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.inside(self.average(x))) * self.scale
+
+
+def test_layers_inside_the_functional_fallback(monkeypatch):
+    torch.manual_seed(3)
+    module = Scaled().to(DEVICE)
+    x, rows = channels_last(6, 2, 8, 8), RowMap.regular(3, 2)
+    want = recorded(module, x, rows)
+    monkeypatch.setattr(kernels, "FORCED", True)
+    found = recorded(module, x, rows)
+    assert set(found) == set(want)
+    for name, g in want.items():
+        close(found[name], g, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["average", "pool", "fourier", "norm"])
+def test_layers_inside_torch_func(kind, forced):
+    """Joined layers of a model that somebody differentiates by torch.func: no kernel is launched on tensors without memory."""
+    torch.manual_seed(4)
+    fields_ = fields(spectral(so2(), 1), 4)
+    plain = {
+        "average": nn.AvgPool2d(2), "pool": SpatialAvgPool(fields_, 2), "norm": FieldInstanceNorm(fields_),
+        "fourier": FourierNonlinearity(so2(), 1, 4, nn.Mish()),
+    }[kind].to(DEVICE)  # fmt: skip
+    fast = join(copy.deepcopy(plain))
+    x = torch.randn(3, 1, 4, 4, fields_.size, device=DEVICE).permute(0, 1, 4, 2, 3)  # each channels-last
+    for transform in (torch.func.vmap, lambda f: torch.func.vmap(torch.func.grad(lambda a: f(a).square().sum()))):
+        close(transform(fast)(x), transform(plain)(x), 1e-5)

@@ -26,8 +26,9 @@ FORCED = False
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether a kernel can, and should, be launched on these tensors."""
-    return HAS_TRITON and not is_followed() and (FORCED or (not INTERPRETED and all(t.is_cuda for t in tensors)))
+    """Whether a kernel can, and should, be launched on these tensors; inside torch.func they have no memory to read."""
+    wanted = HAS_TRITON and not is_followed() and (FORCED or (not INTERPRETED and all(t.is_cuda for t in tensors)))
+    return wanted and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 #: programs along the second axis of a launch, where most kernels have rows: CUDA allows no more
