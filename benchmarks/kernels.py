@@ -25,9 +25,8 @@ from torch import Tensor
 
 from erlangen import plugins
 from erlangen.equivariant import SteerableConv2d
-from erlangen.equivariant.tied import TiedCopies, tied_copies
 from erlangen.gradients import kernels
-from erlangen.gradients.kernels import conv_gradient, conv_unformed, tied_sum, tuned
+from erlangen.gradients.kernels import conv_gradient, conv_unformed, tuned
 from erlangen.gradients.kernels.conv_gradient import FILTERS, OWNERS
 from erlangen.gradients.kernels.row_sum import row_sum
 from erlangen.gradients.precision import exact_float32
@@ -110,7 +109,6 @@ NORMS = (
     tuned.Norms(64, 4, 3), tuned.Norms(128, 2, 3), tuned.Norms(128, 1, 3), tuned.Norms(64, 8, 3), tuned.Norms(128, 4, 3),
     tuned.Norms(64, 4, 5),
 )  # fmt: skip
-TIES = tuple(tuned.Ties(owners, warps) for owners in (1, 2, 4) for warps in (2, 4, 8))
 
 
 def layers_of(name: str, shape: tuple[int, int, int], views: int = 1) -> list[Layer]:
@@ -277,33 +275,6 @@ def measure_stored(layer: Layer, owners: int, device: str, variants: int) -> dic
     return found
 
 
-def tied_layers(name: str, shape: tuple[int, int, int]) -> list[TiedCopies]:
-    """The tables of a steerable network whose coefficients are sums of copies, each shape once."""
-    modules = make_model(name, shape, 10).modules()
-    tables = [tied_copies(m.expansion) for m in modules if isinstance(m, SteerableConv2d)]
-    return list({(t.fields, *t.source.shape): t for t in tables if t is not None and t.mix is None}.values())
-
-
-def measure_ties(tables: TiedCopies, owners: int, device: str, variants: int) -> dict[tuned.Ties, float]:
-    """Milliseconds of the coefficients of every owner with their norms, by what computes the same."""
-    tables = tables.to(torch.device(device))
-    copies, length = tables.source.shape
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rows = torch.randn(owners, tables.fields, copies, int(tables.source.max()) + 1, device=device).to(dtype)
-    wide = lambda: torch.randn(tables.fields, length, device=device)  # noqa: E731
-    a = torch.randn(length, device=device)
-    jacobian = tied_sum.Standardisation(wide(), wide(), torch.rand(tables.fields, device=device), a / a.norm())
-    run = lambda r, setting: tied_sum.tied_sum(r, tables.source, tables.scale, jacobian, dtype, setting=setting)  # noqa: E731
-    wanted, _ = tied_sum.reference(rows[:3].double(), tables.source, tables.scale, jacobian)
-    found: dict[tuned.Ties, float] = {}
-    for setting in TIES[:variants]:
-        g, norms = run(rows[:3], setting)
-        right = torch.allclose(g.float(), wanted, rtol=1e-2, atol=1e-2)
-        if right and torch.allclose(norms, g.float().square().sum((1, 2)), rtol=1e-4):
-            found[setting] = milliseconds(lambda s=setting: run(rows, s), device)
-    return found
-
-
 def keep(reports: list[Report], machine: str) -> None:
     """The winners, by shape; norms by positions alone, the fastest in total over the layers that have them."""
     for report in reports:
@@ -365,17 +336,8 @@ def main() -> None:
         print(f"{layer}, {args.owners} records, formed and stored:")
         for setting, ms in found.items():
             print(f"    {ms:8.3f}  {setting or 'built in'}", flush=True)
-    tied: dict[str, dict[tuned.Ties, float]] = {}
-    for tables in tied_layers(args.model, args.shape) if args.model else []:
-        copies, length = tables.source.shape
-        ties = tied[f"{copies}x{length}"] = measure_ties(tables, args.owners, args.device, args.variants)
-        print(f"{args.model}: {tables.fields} fields of {length} coefficients in {copies} copies, {args.owners} records:")
-        for tile, ms in ties.items():
-            print(f"    {ms:8.3f}  {tile}", flush=True)
     if args.keep:
         keep(reports, tuned.machine())
-        for key, ties in tied.items():
-            tuned.keep(tuned.machine(), "ties", key, min(ties, key=ties.__getitem__))
         for layer, found in larger.items():
             best = min(found, key=found.__getitem__, default=None)
             if best is not None and found[best] < 0.97 * found.get(None, float("inf")):
@@ -384,7 +346,6 @@ def main() -> None:
     if args.json:
         print(json.dumps({"benchmark": "kernels", "device": name, "torch": torch.__version__, "owners": args.owners,
                           "stored": {str(k): {str(s): ms for s, ms in v.items()} for k, v in larger.items()},
-                          "tied": {key: {str(s): ms for s, ms in v.items()} for key, v in tied.items()},
                           "layers": [r.rows() for r in reports]}))  # fmt: skip
 
 

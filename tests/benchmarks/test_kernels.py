@@ -1,6 +1,5 @@
 """The benchmark that chooses tiles: it refuses kernels that break their promise, and keeps the fastest of the others."""
 
-import sys
 
 import pytest
 import torch
@@ -76,22 +75,3 @@ def test_stored_gradients_of_several_views_are_measured():
     found = bench.measure_stored(bench.Layer("a network", 16, 16, 4, views=2), 3, "cpu", 1)
     assert None in found
     assert len(found) == 2
-
-
-def test_coefficients_of_tied_copies_are_measured(monkeypatch, tmp_path, capsys):
-    shapes = [(t.fields, *t.source.shape) for t in bench.tied_layers("eq-resnet9-tuned", (3, 32, 32))]
-    assert len(shapes) == len(set(shapes)) == 5
-    monkeypatch.setattr(bench, "layers_of", lambda *_: [])
-    monkeypatch.setattr(tuned, "path", lambda: tmp_path / "kernels.json")
-    monkeypatch.setattr(kernels, "FORCED", False)
-    command = "kernels.py --device cpu --model eq-resnet9-tuned --owners 3 --variants 2 --keep"
-    monkeypatch.setattr(sys, "argv", command.split())
-    tuned._table.cache_clear()
-    try:
-        bench.main()
-        kept = {key: tuned.ties(*map(int, key.split("x"))) for key in tuned._table(tuned.machine())["ties"]}
-    finally:
-        tuned._table.cache_clear()
-    assert kept.keys() == {f"{copies}x{length}" for _, copies, length in shapes}
-    assert set(kept.values()) <= set(bench.TIES[:2])
-    assert "coefficients in 8 copies" in capsys.readouterr().out

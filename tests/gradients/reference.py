@@ -17,7 +17,7 @@ def seeded_loss(out, seed: int = 0) -> Tensor:
     total = 0
     for k, o in enumerate(outs):
         generator = torch.Generator().manual_seed(seed + k)
-        c = torch.randn(o.shape[1:], generator=generator, dtype=o.dtype)
+        c = torch.randn(o.shape[1:], generator=generator, dtype=o.dtype).to(o.device)
         total = total + (o * c + 0.1 * o.square()).flatten(1).sum(1)
     return total
 

@@ -55,15 +55,15 @@ def tied_copies(expansion: KernelExpansion) -> TiedCopies | None:
     field = torch.arange(block.fields_in)[:, None]
     # [copies, fields in, orbits] → place in [taps, channels]
     source = tap[:, None] * channels + field * block.d_in + element[:, None]
-    source = source.flatten(1).to(torch.int16 if taps * channels < 1 << 15 else torch.int32)
+    source = source.flatten(1)
     mix = None if block.mix is None else block.mix.detach().float().cpu()
     diagonal = mix is None or (mix.shape[0] == mix.shape[1] and torch.equal(mix, mix.diag().diag()))
     if not diagonal:  # orbit sums in their own order, then a product
         order = torch.arange(block.fields_in * block.dimension)
-        return TiedCopies(block.fields_out, block.d_out, source, None, mix, order)
+        return TiedCopies(block.fields_out, block.d_out, source.int(), None, mix, order)
     order = source[0].argsort()
     scale = None if mix is None else mix.diag().repeat(block.fields_in)[order].contiguous()
-    return TiedCopies(block.fields_out, block.d_out, source[:, order].contiguous(), scale, None, order)
+    return TiedCopies(block.fields_out, block.d_out, source[:, order].int().contiguous(), scale, None, order)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, tuned, whole
+from erlangen.gradients.kernels import HAS_TRITON, ROWS, power_of_two, whole
 
 
 @dataclass(frozen=True)
@@ -53,51 +53,46 @@ if HAS_TRITON:
 
     @triton.jit
     def _tied_sum(
-        kernels, source, scale, u, b, s, a, out, norms, count, entries, FIELDS: tl.constexpr, COPIES: tl.constexpr,
-        L: tl.constexpr, OWNERS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, JACOBIAN: tl.constexpr,
+        kernels, source, scale, u, b, s, a, out, norms, entries, FIELDS: tl.constexpr, COPIES: tl.constexpr,
+        L: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, JACOBIAN: tl.constexpr,
     ):  # fmt: skip
-        """One field of ``OWNERS`` owners: the table of entries is as long as what it names, and is read once for all of them."""
         field = tl.program_id(0)
-        owner = tl.program_id(1) * OWNERS + tl.arange(0, OWNERS)
+        owner = tl.program_id(1).to(tl.int64)
         j = tl.arange(0, BLOCK)
-        inside, present = j < L, owner < count
-        both = present[:, None] & inside[None]
-        row = owner.to(tl.int64) * FIELDS + field
-        base = kernels + row[:, None] * (COPIES * entries)
-        v = tl.zeros([OWNERS, BLOCK], tl.float32)
+        inside = j < L
+        base = kernels + (owner * FIELDS + field) * (COPIES * entries)
+        v = tl.zeros([BLOCK], tl.float32)
         for copy in tl.static_range(COPIES):
-            at = tl.load(source + copy * L + j, mask=inside, other=0).to(tl.int32) + copy * entries
-            v += tl.load(base + at[None], mask=both, other=0.0).to(tl.float32)
+            at = tl.load(source + copy * L + j, mask=inside, other=0)
+            v += tl.load(base + copy * entries + at, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
-            v *= tl.load(scale + j, mask=inside, other=0.0)[None]
+            v *= tl.load(scale + j, mask=inside, other=0.0)
         if JACOBIAN:
-            along = tl.sum(v * tl.load(u + field * L + j, mask=inside, other=0.0)[None], 1)
-            v -= along[:, None] * tl.load(b + field * L + j, mask=inside, other=0.0)[None]
-            mean = tl.load(a + j, mask=inside, other=0.0)[None]
-            v = tl.load(s + field) * (v - mean * tl.sum(v * mean, 1)[:, None])
+            along = tl.sum(v * tl.load(u + field * L + j, mask=inside, other=0.0), 0)
+            v -= along * tl.load(b + field * L + j, mask=inside, other=0.0)
+            mean = tl.load(a + j, mask=inside, other=0.0)
+            v = tl.load(s + field) * (v - mean * tl.sum(v * mean, 0))
         stored = v.to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * L + j[None], stored, mask=both)
+        tl.store(out + (owner * FIELDS + field) * L + j, stored, mask=inside)
         v = stored.to(tl.float32)
-        tl.store(norms + row, tl.sum(v * v, 1), mask=present)
+        tl.store(norms + owner * FIELDS + field, tl.sum(v * v, 0))
 
 
 def tied_sum(
     kernels: Tensor, source: Tensor, scale: Tensor | None, jacobian: Standardisation | None,
-    dtype: torch.dtype = torch.float32, *, setting: tuned.Ties | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference`. kernels must be contiguous; ``source`` holds integers of any width."""
+    """As `reference`. kernels must be contiguous; ``source`` is int32."""
     if len(kernels) > ROWS:
-        return whole(tied_sum(part, source, scale, jacobian, dtype, setting=setting) for part in kernels.split(ROWS))
+        return whole(tied_sum(part, source, scale, jacobian, dtype) for part in kernels.split(ROWS))
     owners, fields, copies, entries = kernels.shape
     length = source.shape[1]
-    setting = setting or tuned.ties(copies, length)
     out = torch.empty(owners, fields, length, device=kernels.device, dtype=dtype)
     norms = torch.empty(owners, fields, device=kernels.device, dtype=torch.float32)
     nothing = norms
     j = jacobian
-    _tied_sum[(fields, -(-owners // setting.owners))](
+    _tied_sum[(fields, owners)](
         kernels, source, nothing if scale is None else scale, *((nothing,) * 4 if j is None else (j.u, j.b, j.s, j.a)),
-        out, norms, owners, entries, fields, copies, length, setting.owners, power_of_two(length), scale is not None,
-        j is not None, num_warps=setting.warps,
+        out, norms, entries, fields, copies, length, power_of_two(length), scale is not None, j is not None, num_warps=4,
     )  # fmt: skip
     return out, norms.sum(1)

@@ -76,21 +76,9 @@ class Gradient:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Ties:
-    """Coefficients from tied copies: owners of a program, which share one table of entries, and its warps."""
-
-    owners: int
-    warps: int
-
-    def sensible(self) -> bool:
-        return self.owners in (1, 2, 4, 8) and self.warps in (1, 2, 4, 8, 16)
-
-
 #: by the positions of an owner, rounded up to a power of two; 16 and 64 measured best on an H200
 NORMS = {16: Norms(128, 1, 3), 32: Norms(128, 2, 3), 64: Norms(128, 4, 3), 128: Norms(64, 8, 3)}
 SUMS = {16: Sum(128, 64, 4, 7), 32: Sum(128, 64, 4, 5), 64: Sum(64, 128, 4, 5), 128: Sum(128, 128, 8, 5)}
-TIES = Ties(2, 4)
 
 
 def norms(block: int) -> Norms:
@@ -108,16 +96,11 @@ def gradient(tokens: int, outputs: int, channels: int) -> Gradient | None:
     return _entry("gradients", f"{tokens}x{outputs}x{channels}", Gradient)
 
 
-def ties(copies: int, length: int) -> Ties:
-    """How coefficients of ``length`` entries a row are summed from their copies."""
-    return _entry("ties", f"{copies}x{length}", Ties) or (TIES if length <= 2048 else Ties(1, 8))
-
-
 def path() -> Path:
     return user_cache() / "kernels.json"
 
 
-def keep(machine: str, kind: str, key: str, setting: Norms | Sum | Gradient | Ties) -> None:
+def keep(machine: str, kind: str, key: str, setting: Norms | Sum | Gradient) -> None:
     """Write one measured choice for a machine, by its name."""
     known = _file()
     known.setdefault(machine, {}).setdefault(kind, {})[key] = asdict(setting)
