@@ -88,9 +88,10 @@ def tuned(column: Task, **options: Any) -> Task:
 
 
 #: of ResNet-20 the two lengths that Table 1's trials left; AlexNet is better with half of the one that they chose, which only
-#: longer trials can show
+#: longer trials can show, and every method is measured there: trials of one seed pick the wrong one of two for some
 TUNED = (
-    tuned(MODEL_3), tuned(RESNET_20, lengths=(1.0, 3.0)), tuned(ALEXNET, lengths=(0.5, 1.0), tuning_steps=2000),
+    tuned(MODEL_3), tuned(RESNET_20, lengths=(1.0, 3.0)),
+    tuned(ALEXNET, lengths=(0.5, 1.0), tuning_steps=2000, picks=((0.5, 1.0, 0.0),)),
 )  # fmt: skip
 
 #: lr 0.1 at C = 1 with momentum 0.9
