@@ -275,14 +275,19 @@ def test_steps_with_coefficients_in_16_bits() -> None:
     assert f"({e1 / p1:.2f}× on another machine)" in (ROOT / "README.md").read_text()
 
 
-def test_a_network_of_so2() -> None:
-    plain, private = (milliseconds("gpu-eq-resnet9-so2", method) for method in ("plain", "erlangen"))
-    said = " ".join(page("results/speed.md").split())
-    assert f"took {plain:.0f} ms plain and {private:.0f} ms private, {private / plain:.2f}×" in said
-    groups = json.loads((ROOT / "docs/results/cifar-groups.json").read_text())["cells"]
-    step = {name: groups[name][0]["seconds"] / groups[name][0]["metrics"][-1]["step"] for name in ("SO(2)", "D16")}
-    assert f"with 8192 × 4 views took {step['SO(2)']:.2f} s" in said
-    assert f"a view, took {step['D16']:.1f} s before it" in said
+@pytest.mark.parametrize("group", ["D16", "SO(2)"])
+def test_groups_beyond_the_grids_symmetries(group: str) -> None:
+    name = f"gpu-eq-resnet9-{group.lower().replace('(', '').replace(')', '')}"
+    arguments, (plain, private) = content(name)["arguments"], (milliseconds(name, method) for method in ("plain", "erlangen"))
+    part = arguments["physical"]
+    step = -(-8192 // part) * private / 1000
+    cells = [f"{part:,} × 4 views", f"{plain:.1f} ms", f"{private:.1f} ms", f"{private / plain:.2f}", f"{step:.2f} s"]
+    label = {"D16": "D16, 904 million multiply-adds a view", "SO(2)": "SO(2), band-limited fields"}[group]
+    assert f"| {label} | {' | '.join(cells)} (" in page("results/speed.md")
+    assert arguments["batch"] == part
+    config = json.loads((ROOT / "docs/results/cifar-groups.json").read_text())["cells"][group][0]["config"]
+    named = {option: value for option, value in config["model_options"].items() if value is not None}
+    assert (arguments["options"], part) == (named, config["max_physical_batch"])
 
 
 # --- what a step moves and computes ------------------------------------------------------------------------------------

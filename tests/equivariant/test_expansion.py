@@ -85,6 +85,25 @@ def test_16_bits_are_copied_in_fours(name: str, beginning: int) -> None:
         assert torch.equal(found, expansion.pullback(gradient))
 
 
+@settings(max_examples=30, deadline=None)
+@given(names, st.data(), st.booleans())
+def test_16_bit_products_of_any_size_are_those_of_64(name: str, data: st.DataObject, innermost: bool) -> None:
+    """Sizes that are no multiples of eight are padded; what is not finite stays with its owner."""
+    expansion = build(data, name)
+    shape = expansion.expand(torch.zeros(expansion.dimension, dtype=torch.float64)).shape
+    gradient = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gradient[1, 0, 0, 0, 0] = torch.nan
+    if innermost:
+        gradient = gradient.movedim(2, -1).contiguous().movedim(-1, 2)
+    found, exact = expansion.pullback(gradient), expansion.pullback(gradient.double())
+    assert found.dtype == torch.bfloat16
+    finite = torch.tensor([True, False, True, True])
+    assert torch.equal(found.isfinite().all(1), finite)
+    size = exact[finite].norm() + 1
+    assert float((found[finite].double() - exact[finite]).norm()) <= 0.02 * float(size)
+    assert torch.equal(torch.vmap(expansion.pullback)(gradient)[finite], found[finite])
+
+
 @settings(max_examples=40, deadline=None)
 @given(names, st.data(), st.integers(1, 3))
 def test_contraction_is_the_pullback_of_the_kernel_gradient(name: str, data: st.DataObject, tokens: int) -> None:

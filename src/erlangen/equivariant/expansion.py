@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from erlangen.equivariant.basis import KernelBasis, pixel_basis, steerable_basis
@@ -70,7 +71,19 @@ class KernelBlock(ConstantsModule):
         basis = self.dense.to(split.dtype).view(self.dimension, self.d_out, self.d_in, taps)
         if split.stride(-2) < split.stride(-1):  # channels lie innermost: whole fields are copied, not every ninth entry
             split, basis = split.transpose(-2, -1), basis.transpose(-2, -1)
-        return _flat(split) @ basis.flatten(1).T
+        return _products(split, basis)
+
+
+def _products(rows: Tensor, basis: Tensor) -> Tensor:
+    """⟨rows [..., a, b, c], basis [n, a, b, c]⟩, [..., n]. 16-bit numbers get zeros beside them: GPUs multiply them by eights."""
+    count, numbers = len(basis), basis[0].numel()
+    if rows.element_size() != 2 or (count % 8 == 0 and numbers % 8 == 0):
+        return _flat(rows) @ basis.flatten(1).T
+    high, wide = (-(-size // 8) * 8 for size in (count, numbers))
+    padded = rows.new_empty(*rows.shape[:-3], wide)
+    padded[..., numbers:] = 0
+    padded[..., :numbers].unflatten(-1, rows.shape[-3:]).copy_(rows)
+    return (padded @ F.pad(basis.flatten(1), (0, wide - numbers, 0, high - count)).T)[..., :count]
 
 
 def _flat(t: Tensor) -> Tensor:
