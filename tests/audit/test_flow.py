@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from erlangen.audit.flow import audit_flow, not_released
+from erlangen.audit.flow import audit_flow, unseen
 from erlangen.audit.verdict import CONSISTENT, VIOLATED
 from erlangen.mechanisms import GaussianMechanism
 from erlangen.mechanisms.clipping import Flat
-from tests.mechanisms.test_geometry import BOUND, SHAPE, Projection
+from tests.mechanisms import test_geometry as geometries
+from tests.mechanisms.test_geometry import BOUND, SHAPE, Projection, Squashed
 
 
 class Unguarded(Projection):
@@ -31,11 +33,25 @@ def test_a_projection_that_does_not_measure_what_it_removes_is_caught():
     assert audit_flow("guarded", lambda: build(Projection), shapes, BOUND).verdict == CONSISTENT
 
 
-def test_the_directions_that_are_not_released():
-    removed = not_released(build(Projection))
-    assert float(Projection().forward("w", removed.view(SHAPE)).norm()) < 1e-6
-    assert abs(float(removed.norm()) - 1) < 1e-6
-    assert not_released(build(lambda: None)) is None
+def test_the_directions_that_a_mechanism_sees_too_little_of():
+    *silent, (widest, _) = list(unseen(build(Projection), 1.0))
+    assert all("not released" in name for name, _ in silent)
+    assert "noised most" in widest
+    for (_, canary), size in zip(silent, (1e8, 1e20), strict=True):
+        assert float(Projection().forward("w", canary.double().view(SHAPE)).norm()) < 1e-6 * size
+        assert abs(float(canary.double().norm()) / size - 1) < 1e-6
+    ((_, canary),) = unseen(build(lambda: None), 1.0)
+    assert abs(float(canary.norm()) / BOUND - 0.999) < 1e-6
+    ((name, canary),) = unseen(build(lambda: Squashed(1e3)), 1.0)
+    assert "noised most" in name
+    assert abs(float(Squashed(1e3).forward("w", canary.double().view(SHAPE)).norm()) / BOUND - 0.999) < 1e-3
+
+
+@pytest.mark.parametrize("stretch", [1e7, 1e9])
+def test_a_squashed_direction_that_nobody_watches_is_caught(stretch):
+    found = audit_flow("unguarded", lambda: build(lambda: geometries.Unguarded(stretch)), {"w": SHAPE}, BOUND)
+    assert found.verdict == VIOLATED
+    assert audit_flow("guarded", lambda: build(lambda: Squashed(stretch)), {"w": SHAPE}, BOUND).verdict == CONSISTENT
 
 
 class KeepsTheLongest(Flat):

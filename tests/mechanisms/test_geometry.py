@@ -82,3 +82,51 @@ def test_a_geometry_that_removes_nothing_is_measured_by_its_own_weight():
     kept, all_of_it = Projection().forward("w", g.double()).norm(dim=1), g.double().flatten(1).norm(dim=1)
     torch.testing.assert_close(half, (kept.square() + (GUARD * all_of_it).square()).sqrt())
     assert math.isclose(float(mechanism(PublicMask()).metric("w")[0, 1]), GUARD, rel_tol=0.5)
+
+
+class Squashed(Projection):
+    """T = diag(1, …, 1, 1/stretch)·Q: one direction is seen by next to nothing."""
+
+    def __init__(self, stretch, scale=1.0):
+        super().__init__(24, scale)
+        self.gains = torch.ones(24, dtype=torch.float64)
+        self.gains[-1] = 1 / stretch
+
+    def forward(self, name, g):
+        return super().forward(name, g) * self.gains.to(g)
+
+    def inverse(self, name, c):
+        return super().inverse(name, c / self.gains.to(c))
+
+
+class Unguarded(Squashed):
+    """The broken twin, as it was: nothing is removed, so nothing is watched."""
+
+    guarded = True
+
+
+def excess(geometry, size):
+    """By how much one record along the squashed direction moves the release, in multiples of the bound."""
+    others = BOUND * torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(0)) / 5
+    hidden = (size * BOUND * geometry.q[-1]).float().view(1, *SHAPE)
+    made = mechanism(geometry)
+    before, after = (made.release({"w": g})["w"].double() for g in (others, torch.cat([others, hidden])))
+    return float(geometry.forward("w", after - before).norm()) / BOUND
+
+
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+@pytest.mark.parametrize("stretch", [1e3, 1e6, 1e9, 1e11])
+def test_a_record_along_a_squashed_direction_absorbs_nobody(stretch, scale):
+    for size in (1.0, 0.9 * stretch / scale, 1e4 * stretch, 1e20):
+        assert excess(Squashed(stretch, scale), size) <= 1 + 1e-3
+    if stretch >= 1e9:
+        assert excess(Unguarded(stretch, scale), 0.9 * stretch / scale) > 1.1, "the attack works where nothing stands against it"
+
+
+def test_a_geometry_that_stretches_little_is_measured_by_its_own_weight():
+    g = torch.randn(3, *SHAPE)
+    assert mechanism(Squashed(30.0)).metric("w")(g).shape == (3, 24)
+    watched = mechanism(Squashed(1e6)).metric("w")(g.double()).norm(dim=1)
+    seen = Squashed(1e6).forward("w", g.double()).norm(dim=1)
+    assert bool((watched >= seen).all())
+    torch.testing.assert_close(watched, seen, rtol=1e-6, atol=0.0)

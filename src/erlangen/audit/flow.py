@@ -18,7 +18,7 @@ passing is not proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +112,13 @@ def _distance(a: Trace, b: Trace, release: int) -> float:
     return math.sqrt(total)
 
 
-def adversarial(shapes: Mapping[str, torch.Size], bound: float, removed: Tensor | None = None) -> Iterator[Pair]:
+def adversarial(
+    shapes: Mapping[str, torch.Size], bound: float, unseen: Sequence[tuple[str, Tensor]] = ()
+) -> Iterator[Pair]:
     """Canaries of every size that floating point knows, alone and in company, in single, double and brain precision.
 
-    ``removed`` is a direction of which nothing is released: a canary along it must not absorb the others where they are summed.
+    ``unseen`` are huge ones, with their names, that a mechanism sees too little of: they must not absorb the others where they
+    are summed.
     """
     d = sum(s.numel() for s in shapes.values())
     some = list(directions(shapes))
@@ -137,9 +140,8 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, removed: Tensor 
             yield pair(f"size {size:.6g}", size * some[0][1][None], others)
             yield pair(f"size {size:.6g}, every parameter", size * some[1][1][None], others)
         yield pair(f"size {size:.6g}, float64", size * some[0][1][None].double(), nobody, torch.float64)
-    if removed is not None:
-        for size in (1e8, 1e20):
-            yield pair(f"size {size:.6g}, along what is not released", size * removed[None], crowd)
+    for name, canary in unseen:
+        yield pair(name, canary[None], crowd)
     ladder = bound * torch.linspace(1.1, 2.0, 6)[:, None] * some[0][1]  # whom others leave out, or let in, counts for a whole bound
     for size in (1e-3, 1.5, 1e4):
         yield pair(f"size {size:.6g}, against six of as many lengths", -size * bound * some[0][1][None], ladder)
@@ -154,15 +156,20 @@ def adversarial(shapes: Mapping[str, torch.Size], bound: float, removed: Tensor 
         yield pair(f"one entry {bad}, bfloat16", one, nobody, torch.bfloat16)
 
 
-def not_released(mechanism: Mechanism) -> Tensor | None:
-    """A unit vector in the null space of the stated covariance, over all parameters; None where noise is on every direction."""
+def unseen(mechanism: Mechanism, sigma: float) -> Iterator[tuple[str, Tensor]]:
+    """Over all parameters: what passes the clip at any size, because nothing is released along it; and what passes it at a
+    large one, where noise is widest: there a gradient is as long as √λ/σ before it counts for a whole bound."""
     stated = stated_covariance(mechanism)
     if stated is None:
-        return None
+        return
     values, vectors = torch.linalg.eigh(stated)
     silent = vectors[:, values <= 1e-9 * values.max()]
-    some = silent @ torch.randn(silent.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (some / some.norm()).float() if silent.shape[1] else None
+    if silent.shape[1]:
+        some = silent @ torch.randn(silent.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for size in (1e8, 1e20):
+            yield f"size {size:.6g}, along what is not released", (size * some / some.norm()).float()
+    size = 0.999 * math.sqrt(float(values.max())) / sigma
+    yield f"size {size:.6g}, along what is noised most", (size * vectors[:, -1]).float()
 
 
 def reused(build: Callable[[], Mechanism], shapes: Mapping[str, torch.Size]) -> str | None:
@@ -196,7 +203,7 @@ def audit_flow(
         return failed(name, "flow", again)
     first = next(iter(shapes))
     kinds = lambda pair: (len(pair.others[first]), next(iter(pair.others.values())).dtype)  # noqa: E731
-    pairs = adversarial(shapes, bound, not_released(build()))
+    pairs = adversarial(shapes, bound, list(unseen(build(), claim.sigma)))
     return over_pairs(name, "flow", "the release", build, pairs, kinds, claim.sigma)
 
 

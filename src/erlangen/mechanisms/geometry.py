@@ -21,11 +21,14 @@ MEASURED = 16_384
 #: how much of what T removes counts beside ‖T g‖; see `Geometry.measure`
 GUARD = 1.0 / 64.0
 
+#: by how much a geometry may stretch before huge terms of a sum are kept away too; see `Geometry.measure`
+STRETCH = 1e3
+
 
 class Geometry:
     """Identity: the Euclidean norm. Subclasses change the coordinates."""
 
-    #: whether T removes nothing, or `weight` counts what it removes
+    #: whether T removes nothing and stretches little, or `weight` counts what it does not see
     guarded = False
 
     def bind(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -36,30 +39,37 @@ class Geometry:
         return None
 
     def measure(self, name: str, like: Tensor) -> Weight:
-        """`weight`, with κs‖g‖ beside it where T removes a part of the gradients; κ = 1/64, and s is the scale of T.
+        """`weight`, with κs‖g‖ beside it where gradients may be far longer than T sees them; s is the scale of T.
 
         Raw gradients are summed before they are mapped. A huge one of which T sees nothing would pass the clip, and absorb the
-        others in floating point. With the guard no term of the sum is above 64·C/s, and a gradient of which T removes nothing is
-        clipped by a part in eight thousand more.
+        others in floating point. With κ = 1/64 no term of the sum is above 64·C/s, and a gradient of which T removes nothing is
+        clipped by a part in eight thousand more. The same of one of which T sees next to nothing: κ = 1e-3 where T⁻¹ may stretch
+        by more than 1e3. (A diagonal T needs no such thing: every coordinate is rounded by itself.)
         """
         weight = self.weight(name)
         if weight is None or self.guarded or isinstance(weight, KernelFilter):
             return weight
-        known: dict[tuple[str, torch.Size], float | None] = self.__dict__.setdefault("_blind_scales", {})
+        known: dict[tuple[str, torch.Size], float] = self.__dict__.setdefault("_shares", {})
         if (name, like.shape) not in known:
-            known[name, like.shape] = self._blind_scale(name, like)
-        scale = known[name, like.shape]
-        return weight if scale is None else _guarded(weight, GUARD * scale)
+            known[name, like.shape] = self._share(name, like, isinstance(weight, Tensor))
+        share = known[name, like.shape]
+        return _guarded(weight, share) if share else weight
 
-    def _blind_scale(self, name: str, like: Tensor) -> float | None:
-        """The scale of T where T⁺T is not the identity: asked of one random vector, of which T removes a part if of any."""
+    def _share(self, name: str, like: Tensor, diagonal: bool) -> float:
+        """κs, asked of T by random vectors: of one it removes a part if of any, and eight show how much it stretches."""
         g = torch.Generator().manual_seed(0)
         x = torch.randn(like.shape, generator=g, dtype=torch.float64).to(like.device)
         seen = self.forward(name, x)
         back = self.inverse(name, seen)
-        if bool((back - x).norm() <= 1e-6 * x.norm()):
-            return None
-        return float(seen.norm() / back.norm()) if bool(back.any()) else 1.0
+        if not bool((back - x).norm() <= 1e-6 * x.norm()):
+            return GUARD * (float(seen.norm() / back.norm()) if bool(back.any()) else 1.0)
+        if diagonal:
+            return 0.0
+        scale = float(seen.norm() / x.norm())
+        white = torch.randn(8, *seen.shape, generator=g, dtype=torch.float64).to(like.device)
+        # a white vector comes back longer than a third of what T⁻¹ stretches most, but for one in four
+        stretch = 3 * max(float(self.inverse(name, one).norm()) for one in white)
+        return scale / STRETCH if scale * stretch > STRETCH else 0.0
 
     def forward(self, name: str, g: Tensor) -> Tensor:
         """T g, for gradients with any leading dimensions."""
