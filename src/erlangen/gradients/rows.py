@@ -83,8 +83,9 @@ class RowMap:
         present = owner >= 0
         if self.reduce == "sum":
             return present.to(like.dtype)
-        count = torch.bincount(owner[present], minlength=max(self.owners, 1))
-        return torch.where(present, 1.0 / count.clamp(min=1).to(like.dtype)[owner.clamp(min=0)], 0.0)
+        # bincount and owner[present] would make the host wait for the device, in every layer
+        count = owner.new_zeros(self.owners + 1).index_add_(0, owner + 1, torch.ones_like(owner))
+        return torch.where(present, 1.0 / count.clamp(min=1).to(like.dtype)[owner + 1], 0.0)
 
     def scaled(self, per_row: Tensor) -> Tensor:
         """Rows [rows, …] of an irregular map times their factors; padding is exactly zero, whatever it held."""

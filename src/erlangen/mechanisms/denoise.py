@@ -31,7 +31,7 @@ class JamesStein:
             reference = self._reference.get(name, torch.zeros_like(g))
             offset = g - reference
             energy = (offset.square() / variances[name]).sum()
-            shrink = (1.0 - max(g.numel() - 2, 0) / energy).clamp(min=0.0) if float(energy) > 0 else 1.0
+            shrink = torch.where(energy > 0, (1.0 - max(g.numel() - 2, 0) / energy).clamp(min=0.0), 1.0)
             out[name] = reference + shrink * offset
             if self.memory:
                 self._reference[name] = self.memory * reference + (1 - self.memory) * out[name]

@@ -80,7 +80,8 @@ class GaussianMechanism(Mechanism):
 
     def _reset(self, sums: dict[str, Tensor] | None = None) -> None:
         self._sum = self._zeros() if sums is None else sums
-        self._side_total = 0.0
+        #: Σ of the answers to side queries, on the device: the host asks for it once a release and not once a part
+        self._side_total: Tensor | float = 0.0
         #: the bound of the parts that the sum holds
         self.clipped_at: float | None = None
 
@@ -122,10 +123,10 @@ class GaussianMechanism(Mechanism):
         query = self.clipping.side_query(norms)
         if query is not None:
             values = query.values if valid is None else torch.where(valid, query.values, 0.0)
-            self._side_total += float(values.sum())
+            self._side_total = self._side_total + values.sum().double()
 
     def merge(self, add_up: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        *sums, side = add_up([*self._sum.values(), torch.tensor([self._side_total], dtype=torch.float64)])
+        *sums, side = add_up([*self._sum.values(), torch.tensor([float(self._side_total)], dtype=torch.float64)])
         self._sum, self._side_total = dict(zip(self._sum, sums, strict=True)), float(side)
         self.clipped_at = None  # workers that hold nothing any more may learn another bound
 
@@ -143,10 +144,10 @@ class GaussianMechanism(Mechanism):
         """Side queries are asked of empty batches too: then the answer is noise alone."""
         empty = self.clipping.side_query(torch.zeros(1, 0))
         if empty is not None and self.noise_multiplier > 0:
-            total = torch.tensor([self._side_total], dtype=torch.float64)
+            total = torch.tensor([float(self._side_total)], dtype=torch.float64)
             self.clipping.update(float(self.noise.perturb(total, empty.std)), expected_batch)
         elif empty is not None:
-            self.clipping.update(self._side_total, expected_batch)
+            self.clipping.update(float(self._side_total), expected_batch)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "clipping": self.clipping.state_dict()}

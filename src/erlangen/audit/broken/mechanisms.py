@@ -111,7 +111,7 @@ class HalfComplexNoise(PublishedGReDP):
 
 class CountReleasedAsItIs(GaussianMechanism):
     def _adapt(self, expected_batch: float) -> None:
-        self.clipping.update(self._side_total, expected_batch)
+        self.clipping.update(float(self._side_total), expected_batch)
 
 
 class UnclippedMagnitude(Direction):
