@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from erlangen.accounting import certificate_check
 from erlangen.accounting.ledger import read_ledger
 from erlangen.mechanisms import StreamNoise
+from erlangen.sampling import physical
 from erlangen.training import run, shards
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.session import Session
@@ -103,6 +104,31 @@ def test_every_rule_and_layer_on_more_shards(count, patients):  # noqa: F811
 @GATHERS
 def test_layers_too_small_to_be_gathered_alone_are_gathered_together():
     check_same(2, {"cnn": CNN}, least=shards.LEAST)
+
+
+def cut(workers: Workers, config: TrainConfig, room: int) -> tuple[int, list[int], torch.Tensor | None]:
+    """What fits, the rows of the parts of one step, and the weights after it. The others have ten times the first one's room."""
+    physical.ON_CPU = room if workers.first else 10 * room
+    session = session_of(workers, config)
+    seen: list[int] = []
+    announce = session._announce
+    session._announce = lambda rows, *rest: (seen.append(len(rows)), announce(rows, *rest))[1]  # type: ignore[method-assign]
+    session.step()
+    weights = session.weights()
+    return session.most_rows, seen, flat(weights) if workers.first else None
+
+
+@GATHERS
+def test_a_batch_that_does_not_fit_is_cut_in_shards_too():
+    """A network that is split because it does not fit is the last to have room for all records at once."""
+    config = dataclasses.replace(SHARDED, **CNN)
+    each = physical.ON_CPU / Session(dataclasses.replace(config, shard=False)).most_rows
+    whole, parts = (together(2, cut, config, room) for room in (physical.ON_CPU, int(4.1 * each)))
+    assert all(len(sizes) == 1 for _, sizes, _ in whole)
+    assert len({most for most, _, _ in parts}) == 1
+    assert len({len(sizes) for _, sizes, _ in parts}) == 1
+    assert all(len(sizes) > 1 and max(sizes) <= most <= 4 for most, sizes, _ in parts)
+    assert torch.allclose(whole[0][2], parts[0][2], atol=1e-6)
 
 
 def alive(workers: Workers, config: TrainConfig) -> int:

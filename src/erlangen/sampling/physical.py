@@ -79,10 +79,12 @@ def find_physical_batch(module: nn.Module, tape: Tape, inputs: tuple[Tensor, ...
 
 
 def fitting_rows(module: nn.Module, shape: tuple[int, ...], device: torch.device) -> int:
-    """The largest power of two of rows of this shape whose step a device has room for, whatever else uses it now."""
+    """The largest power of two of rows of this shape whose step a device has room for, whatever else uses it now. The module may
+    still be elsewhere, in host memory."""
     room = int(SHARE * total_bytes(device))
+    here = next((p.device for p in module.parameters()), device)
     with untouched(module), attributes_untouched(module), torch.no_grad(), _counted(module) as made:
-        module(torch.zeros(2, *shape, device=device))
+        module(torch.zeros(2, *shape, device=here))
     trained = (p for p in module.parameters() if p.requires_grad)
     return _within(min(room, ON_CPU) if device.type == "cpu" else room, _per_row(made, 2, trained))
 

@@ -84,8 +84,8 @@ class Session:
         self.shards = Shards(self) if config.shard and not self.workers.alone else None
         self.model = self._model()
         self.workers.align(self.model)
-        #: rows before views that are held in memory at once, where they are not one model's on several machines
-        self.most_rows = config.max_physical_batch or (self._fitting() if self.shards is None else None)
+        #: rows before views that are held in memory at once
+        self.most_rows: int = config.max_physical_batch or self._fitting()
         if self.shards is not None:
             self.shards.split(self._mechanism())
         self.ema = EMA(self.model, config.ema) if config.ema else None
@@ -125,10 +125,14 @@ class Session:
         return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model  # type: ignore[call-overload]
 
     def _fitting(self) -> int:
-        return max(1, fitting_rows(self.model, self.dataset.input_shape, self.device) // self.config.views)
+        def rows() -> int:
+            return max(1, fitting_rows(self.model, self.dataset.input_shape, self.device) // self.config.views)
+
+        # shards meet in every part, so that all need equally many, whatever machines they are on
+        return rows() if self.shards is None else self.workers.decide(rows)
 
     def _mechanism(self) -> Mechanism:
-        in_parts = self.most_rows is not None and self.most_rows < self.units.rows
+        in_parts = self.most_rows < self.units.rows
         return mechanism_for(self.config, self.model, self.dataset.input_shape, self.run_id, in_parts)
 
     def _private(self) -> PrivateTraining:
@@ -257,12 +261,12 @@ class Session:
         return parts
 
     @property
-    def physical_rows(self) -> int | None:
+    def physical_rows(self) -> int:
         """Records (rows before views) of a physical batch at most; exactly, with ``pad``."""
         if self.config.max_physical_batch is not None or not self.config.pad:
             return self.most_rows
         whole = static_rows(self.config.batch / self.workers.count * self.units.rows / self.units.count)
-        return whole if self.most_rows is None else min(whole, self.most_rows)
+        return min(whole, self.most_rows)
 
     def _announce(self, rows: Tensor, owner: Tensor, first: bool, last: bool) -> None:
         count = self.config.views
