@@ -273,6 +273,7 @@ def test_steps_with_coefficients_in_16_bits() -> None:
     steps = [t for name in names for t in content(name)["methods"]["erlangen"]["ms"]]
     assert f"single steps between {min(steps):.0f} and {max(steps):.0f} ms" in said
     assert f"({e1 / p1:.2f}× on another machine)" in (ROOT / "README.md").read_text()
+    assert f"the D4 network costs [{e1 / p1:.2f} and {e2 / p2:.2f} times](" in said
 
 
 @pytest.mark.parametrize("group", ["D16", "SO(2)"])
@@ -285,6 +286,7 @@ def test_groups_beyond_the_grids_symmetries(group: str) -> None:
     label = {"D16": "D16, 904 million multiply-adds a view", "SO(2)": "SO(2), band-limited fields"}[group]
     assert f"| {label} | {' | '.join(cells)} (" in page("results/speed.md")
     assert arguments["batch"] == part
+    assert f"{private / plain:.2f}" in page("results/speed.md").partition("## ")[0], "the summary names what costs more, too"
     config = json.loads((ROOT / "docs/results/cifar-groups.json").read_text())["cells"][group][0]["config"]
     named = {option: value for option, value in config["model_options"].items() if value is not None}
     assert (arguments["options"], part) == (named, config["max_physical_batch"])
