@@ -11,6 +11,7 @@ from erlangen.gradients.attach import detach
 from erlangen.gradients.kernels.stacked_rows import reference_energy
 from erlangen.gradients.pieces import Dense, Lookup, Outer, Piece
 from erlangen.gradients.precision import exact_float32
+from erlangen.gradients.rules import conv
 from erlangen.gradients.rules.conv import Conv, Geometry
 from erlangen.gradients.rules.standardised import Projection, Standardised
 from erlangen.gradients.sums import squared_norms
@@ -226,13 +227,22 @@ def test_parameters_of_two_precisions_leave_room_for_the_coarser():
 @pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan"), 3e38])
 def test_an_owner_of_weight_zero_poisons_no_sum_that_skips_it(poison, monkeypatch):
     """Where sums skip owners of weight zero, nobody has looked at what these hold."""
-    monkeypatch.setattr(pieces, "skips_zero_weights", lambda like: True)
-    a, d, w = torch.randn(3, 4, 6), torch.randn(3, 4, 5), torch.tensor([1.0, 0.0, 0.5])
-    clean = Outer(a.clone(), d.clone()).weighted_sum(w)
-    a[1, 1, 1], d[1, 0, 0] = poison, poison
-    piece = Outer(a, d)
-    assert piece.guarded
-    assert torch.equal(piece.weighted_sum(w), clean)
+    for module in (pieces, conv):
+        monkeypatch.setattr(module, "skips_zero_weights", lambda *like: True)
+    w = torch.tensor([1.0, 0.0, 0.5])
+    a, d, views, maps = torch.randn(3, 4, 6), torch.randn(3, 4, 5), torch.randn(6, 2, 5, 5), torch.randn(6, 3, 3, 3)
+    index = torch.randint(0, 7, (3, 4))
+
+    def made() -> list[Piece]:
+        same = [t.clone() for t in (a, d, d, views, maps)]
+        convolution = Conv(*same[3:], 2, (3, 2, 3, 3), Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1))
+        return [Outer(*same[:2]), Lookup(index, same[2], 7), convolution]
+
+    clean = [piece.weighted_sum(w) for piece in made()]
+    a[1, 1, 1], d[1, 0, 0], views[3, 1, 1, 1], maps[2, 0, 0, 0] = (poison,) * 4
+    for piece, sum_of_others in zip(made(), clean, strict=True):
+        assert piece.guarded
+        assert torch.equal(piece.weighted_sum(w), sum_of_others), type(piece).__name__
 
 
 @pytest.mark.parametrize("standardised", [False, True])

@@ -251,6 +251,10 @@ class Lookup(Piece):
     def count(self) -> int:
         return self.index.shape[0]
 
+    @property
+    def guarded(self) -> bool:  # type: ignore[override]
+        return skips_zero_weights(self.d)
+
     def dense(self) -> Tensor:
         n, _, width = self.d.shape
         out = self.d.new_zeros(n, self.entries, width)
@@ -261,6 +265,8 @@ class Lookup(Piece):
             return self.sum_of_formed(w)
         out = self.d.new_zeros(self.entries, self.d.shape[2], dtype=accumulate_dtype(self.d))
         weighted = self.d.to(out.dtype) * w.to(out.dtype)[:, None, None]
+        if self.guarded:
+            weighted = torch.where((w != 0)[:, None, None], weighted, 0.0)
         return out.index_add_(0, self.index.flatten(), weighted.flatten(0, 1))
 
     def norms_squared(self, weight: Weight = None) -> Tensor:

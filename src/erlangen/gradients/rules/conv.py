@@ -29,7 +29,7 @@ from erlangen.gradients.precision import accumulate_dtype
 from erlangen.gradients.registry import rule
 from erlangen.gradients.rounding import weighed
 from erlangen.gradients.rules.unfolding import Unfolding, cheapest
-from erlangen.gradients.sums import over_views
+from erlangen.gradients.sums import over_views, skips_zero_weights
 from erlangen.gradients.tape import Tape
 from erlangen.gradients.tracing import as_on_gpu
 
@@ -104,7 +104,7 @@ class Conv(Piece):
 
     @property
     def guarded(self) -> bool:  # type: ignore[override]
-        return self.euclidean_only
+        return self.euclidean_only or skips_zero_weights(self.x, self.d)
 
     def dense(self) -> Tensor:
         """Measured: im2col and batched products; on a CPU the native kernel owner by owner, where owners are so large that
@@ -214,7 +214,11 @@ class Conv(Piece):
             total = conv_unformed.weighted_sum(self.x, self.d, w, self.views, *self._plane())
             return total.unflatten(1, self.geometry.kernel).movedim(-1, 1)
         precise = accumulate_dtype(self.d)  # a weight rounded to bf16 would let a contribution exceed its bound
-        x, d, w = self.x.to(precise), self.d.to(precise), w.to(precise)
+        x, d = self.x, self.d
+        if self.guarded:
+            keep = (w != 0).repeat_interleave(self.views).view(-1, *[1] * (d.ndim - 1))
+            x, d = torch.where(keep, x, 0.0), torch.where(keep, d, 0.0)
+        x, d, w = x.to(precise), d.to(precise), w.to(precise)
         if not d.numel():
             return d.new_zeros(self.shape)
         left, right = weighed(d, x, w, self.views)
