@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import pytest
@@ -347,6 +347,20 @@ def test_roofline_of_the_d4_network() -> None:
     ]  # fmt: skip
     for took_there, least in zip(("7.4 ms", "5.7 ms", "5.0 ms"), by_kernels, strict=True):
         assert f"| {took_there} | {1e3 * least:.1f} ms |" in said
+
+
+# --- dry runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_dry_runs_predict_the_real_one() -> None:
+    kept = content("tan-digits")
+    real, dry = kept["real"], kept["dry"]
+    accuracy = lambda run: f"{100 * fmean(run['accuracies']):.1f} ± {100 * stdev(run['accuracies']):.1f} %"  # noqa: E731
+    assert f"| the real run | 512 | – | {accuracy(real)} | {real['epsilon']:.1f} |" in page("scale.md")
+    for k, run in dry.items():
+        spent = f"{run['small_epsilon']:.{1 if run['small_epsilon'] < 10 else 0}f}"
+        assert f"| k = {k} | {512 // int(k)} | {run['dominance']:.0f} | {accuracy(run)} | {spent} |" in page("scale.md")
+        assert abs(fmean(run["accuracies"]) - fmean(real["accuracies"])) < stdev(real["accuracies"])
 
 
 # --- growth ------------------------------------------------------------------------------------------------------------
