@@ -18,6 +18,7 @@ from erlangen.circulant.algebra import coordinates, real_bins, scales
 from erlangen.gradients import RowMap, Tape, attach, detach
 from erlangen.gradients.registry import find_rule
 from erlangen.mechanisms.frequency import Fourier
+from erlangen.models import make_model
 from tests.gradients.reference import assert_same, one_by_one, recorded
 
 shapes = st.tuples(st.integers(1, 11), st.integers(1, 11), st.integers(1, 6))
@@ -448,6 +449,13 @@ def test_fresh_circulant_layers_have_the_scale_of_ordinary_ones():
         for k in (0, 2):
             ratio = float(model[k].weight.detach().std() / dense[k].weight.detach().std())
             assert ratio == pytest.approx(scale, rel=0.1)
+
+
+def test_images_that_are_too_small_are_refused_as_by_dense_layers():
+    """Nothing is left of them for the first linear layer; torch builds such a layer, and its convolution says what is wrong."""
+    for circulant in (None, 2):
+        with pytest.raises(RuntimeError, match="Kernel size"):
+            make_model("lenet", (1, 8, 8), 10, circulant=circulant)(torch.zeros(2, 1, 8, 8))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "norms-first", "materialise"])

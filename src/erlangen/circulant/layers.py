@@ -197,8 +197,8 @@ def _check_block(block_size: int) -> None:
 
 
 def initialise(weight: Tensor, bias: Tensor | None, fan_in: int) -> None:
-    """Entries of the dense matrix as in torch's own layers: uniform within 1/√fan_in."""
-    bound = 1 / math.sqrt(fan_in)
+    """Entries of the dense matrix as in torch's own layers: uniform within 1/√fan_in, 0 where nothing comes in."""
+    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:
         nn.init.uniform_(bias, -bound, bound)
