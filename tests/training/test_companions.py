@@ -13,6 +13,7 @@ from erlangen.training.companions import Judge
 from erlangen.training.config import ConfigError, TrainConfig
 from erlangen.training.run import train
 from erlangen.training.session import Session
+from erlangen.training.summary import in_plain_words
 
 SMALL = {
     "data": "digits", "model": "mlp", "model_options": {"width": 16}, "batch": 100, "steps": 4, "lr": 0.5, "seed": 0,
@@ -220,3 +221,19 @@ def test_certificates_of_published_mechanisms_verify_at_their_true_noise(tmp_pat
     result = train(config, tmp_path / "run")
     assert not verify(tmp_path / "run" / "certificate.json")
     assert result.session.epsilon() >= least
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sampling_options": {"as_published": True}}, "importance sampling with probabilities normalised"),
+        ({"noise_multiplier": 0.0}, "no noise was added"),
+        ({"noise_multiplier": 0.0, "mechanism": "iso", "mechanism_options": {}}, "no noise was added"),
+        ({"mechanism_options": {"as_published": "real"}}, "GReDP with real noise"),
+    ],
+)
+def test_what_is_sound_is_no_reason_for_having_no_guarantee(options, why):
+    """Of a mechanism at its true noise and a sampler at its largest probability, whichever of them takes the guarantee away."""
+    given = {"noise_multiplier": 2.0, "mechanism": "gredp", "mechanism_options": {"as_published": "complex"}, **options}
+    result = train(TrainConfig(**{**SMALL, "epsilon": None, "sampling": "importance", "steps": 1, **given}))
+    assert in_plain_words(result.summary).startswith(f"No privacy guarantee: ε = ∞, because {why}")

@@ -51,6 +51,11 @@ def factor(epsilon: float) -> str:
     return f"{float(rounded):,.0f}" if 1000 <= float(rounded) < 1e6 else rounded
 
 
+def why_none(*guarantees: str | None) -> str:
+    """Why ε = ∞, from what mechanism and sampler say of themselves: what is sound at its true cost is no reason."""
+    return next((said for said in guarantees if said and not said.startswith("sound")), "no noise was added (σ = 0)")
+
+
 def meaning(epsilon: float, delta: float, unit: str, neighbouring: str = "add-or-remove-one") -> str:
     """(ε, δ) as a sentence for somebody who does not know the field."""
     small = upper(delta, 2, "e")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from erlangen.accounting.words import factor, is_weak, upper, upper_share
+from erlangen.accounting.words import factor, is_weak, upper, upper_share, why_none
 from erlangen.report.chart import small
 from erlangen.report.folder import Run
 
@@ -92,10 +92,9 @@ def _no_guarantee(run: Run) -> tuple[str, ...]:
         return tuple(f"Found when it was recomputed: {problem}" for problem in run.problems[:5])
     if math.isfinite(run.epsilon) and run.validation is not None:
         return (f"By training alone ε = {upper(run.epsilon, 3)} at δ = {small(run.delta)}.",)
-    reasons = (run.certificate or {}).get("guarantee", {}).get("reasons") or [
-        run.guarantee["mechanism"].get("guarantee")
-    ]
-    why = tuple(f"Why: {reason}." for reason in reasons if reason and reason != "sound")
+    said = (run.guarantee.get(who, {}).get("guarantee") for who in ("mechanism", "sampler"))
+    reasons = (run.certificate or {}).get("guarantee", {}).get("reasons") or [why_none(*said)]
+    why = tuple(f"Why: {reason}." for reason in reasons)
     return ("ε = ∞: an attacker may find out with certainty whether given data was used.", *why)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import erlangen
-from erlangen.accounting.words import in_json, meaning, upper
+from erlangen.accounting.words import in_json, meaning, upper, why_none
 from erlangen.training.config import TrainConfig
 from erlangen.training.session import Session
 
@@ -53,11 +53,8 @@ def in_plain_words(summary: dict[str, Any]) -> str:
     epsilon, delta = guarantee["epsilon"]["pld"], guarantee["delta"]
     whose = "record" if guarantee["unit"] == "record" else f"{guarantee['unit']} (all their records together)"
     if epsilon == "inf":
-        why = guarantee["mechanism"]["guarantee"]
-        if why == "sound":
-            why = guarantee["sampler"].get("guarantee", why)
-        reason = "no noise was added (σ = 0)" if why == "sound" else why
-        return f"No privacy guarantee: ε = ∞, because {reason}."
+        why = why_none(guarantee["mechanism"]["guarantee"], guarantee["sampler"].get("guarantee"))
+        return f"No privacy guarantee: ε = ∞, because {why}."
     in_short = f"ε = {upper(epsilon, 3)} at δ = {upper(delta, 2, 'e')} for each {whose}."
     return f"{in_short} {meaning(epsilon, delta, guarantee['unit'], guarantee['neighbouring'])}"
 
