@@ -118,10 +118,10 @@ def _state(mechanism: Mechanism) -> dict[str, Any]:
     return {key: value for key, value in mechanism.state_dict().items() if key != "noise"}
 
 
-def compare(training: PrivateTraining, step: int) -> None:
-    """Now and then: are all weights still the same, bit for bit?"""
+def compare(training: PrivateTraining, step: int, now: bool = False) -> None:
+    """Now and then, or ``now``: are all weights still the same, bit for bit?"""
     apart = isinstance(training.mechanism, ShardedGaussian)  # nobody has what another has
-    if not training.workers.alone and not apart and step % COMPARE_EVERY == 1:
+    if not training.workers.alone and not apart and (now or step % COMPARE_EVERY == 1):
         training.workers.require_equal_weights(training.tape.parameters, step)
 
 

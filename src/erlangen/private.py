@@ -243,6 +243,10 @@ class PrivateTraining:
         self._updates += 1
         joint.compare(self, self._updates)
 
+    def agree(self) -> None:
+        """All workers have the same weights, or everybody raises: before they are evaluated and kept."""
+        joint.compare(self, self._updates, now=True)
+
     def _refuse_raw_gradients(self) -> None:
         """What the optimizer steps is either private or has no gradient at all."""
         private = {id(p) for p in self.tape.parameters.values()}

@@ -235,6 +235,22 @@ def test_weights_that_drift_apart_are_noticed():
     assert "on rank 1" in str(errors[1])
 
 
+def drifting_after_the_last_step(workers: Workers) -> None:
+    session = session_of(workers, SMALL)
+    session.step()
+    session.step()
+    if workers.rank == 1:
+        with torch.no_grad():
+            next(session.model.parameters()).view(-1)[0] += 1e-6
+    distributed.agree(session, last=3)
+    distributed.agree(session, last=2)
+
+
+def test_weights_that_differ_are_neither_evaluated_nor_kept():
+    errors = together(2, drifting_after_the_last_step, failing=True)
+    assert all(isinstance(e, LostWorker) for e in errors)
+
+
 def on_two_data_sets(workers: Workers, paths: list[str]) -> None:
     if not workers.first:
         workers.decide(dict)

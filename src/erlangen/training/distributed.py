@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from erlangen.training import checkpoint
 from erlangen.training.config import ConfigError, TrainConfig
+from erlangen.training.moments import is_checkpoint, is_evaluation
 from erlangen.training.session import Session
 from erlangen.workers import LostWorker, Workers, local_rank
 
@@ -146,6 +147,13 @@ def meet(session: Session, for_good: bool = False) -> None:
         shards.leading = shards.leading and not for_good
 
 
+def agree(session: Session, last: int) -> None:
+    """Before weights are evaluated or kept, all workers compare theirs."""
+    done = session.step_count
+    if done == last or is_evaluation(session.config, done) or is_checkpoint(session.config, done):
+        session.training.agree()
+
+
 def anyone_asks(session: Session, asked: list[int]) -> bool:
     """Whether any worker was asked to stop."""
     meet(session)
@@ -172,6 +180,7 @@ def follow(workers: Workers) -> Session:
     with stop_requests() as asked:
         while session.step_count < last:
             session.step()
+            agree(session, last)
             if anyone_asks(session, asked) and session.step_count < last:
                 meet(session)
                 raise Interrupted(f"rank {workers.rank} stopped after step {session.step_count}")

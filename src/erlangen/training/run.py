@@ -40,7 +40,7 @@ from erlangen.training.built import load_data, require_known
 from erlangen.training.claims import remark_on_guarantee, spent_by, write_certificate
 from erlangen.training.config import TrainConfig
 from erlangen.training.device import pick_device
-from erlangen.training.distributed import anyone_asks, begin, meet
+from erlangen.training.distributed import agree, anyone_asks, begin, meet
 from erlangen.training.folder import absolute, append_line, open_folder, remark_on, require_free, stream_id, write
 from erlangen.training.metrics import near_zero
 from erlangen.training.moments import is_checkpoint, is_evaluation, stop_requests
@@ -190,6 +190,7 @@ def _run(session: Session, folder: Path | None, ledger: Ledger | None, watch: Wa
         try:
             while session.step_count < last:
                 session.step()
+                agree(session, last)
                 if is_evaluation(session.config, session.step_count) or session.step_count == last:
                     metrics = _record(session, folder, ledger)
                 elif is_checkpoint(session.config, session.step_count):
