@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -35,6 +36,8 @@ class Workers:
         self.rank, self.count = rank, count
         #: whether training has begun; until then the others wait for the first one's word
         self.begun = False
+        #: ends `busy`, if that was begun
+        self._speak: Callable[[], None] = lambda: None
 
     @classmethod
     def current(cls) -> Workers:
@@ -97,6 +100,10 @@ class Workers:
         """The first worker's message; what the others give is not read."""
         if self.alone:
             return message
+        self._speak()
+        return self._tell(message)
+
+    def _tell(self, message: bytes) -> bytes:
         size = self._place(torch.tensor([len(message)]))
         with self.asking("waiting for the first worker"):
             dist.broadcast(size, 0)
@@ -105,12 +112,35 @@ class Workers:
             dist.broadcast(body, 0)
         return bytes(body.cpu().numpy().tobytes())
 
+    def busy(self, every: float) -> None:
+        """From now to its next word the first worker has something to do that may outlast the others' patience (to learn a
+        prior, to read the data): they wait in `decide`, and are told so every so many seconds."""
+        if self.alone or not self.first or "gloo" not in str(dist.get_backend_config()):
+            return
+        over = threading.Event()
+
+        def beat() -> None:
+            with suppress(LostWorker):  # the next word finds out, and says so
+                while not over.wait(every):
+                    self._tell(json.dumps({"busy": True}).encode())
+
+        thread = threading.Thread(target=beat, name="busy", daemon=True)
+
+        def speak() -> None:
+            over.set()
+            thread.join()
+
+        self._speak = speak
+        thread.start()
+
     def decide(self, make: Callable[[], T]) -> T:
         """``make()`` on the first worker, its result (plain JSON) on all; if it raises there, everybody stops."""
         if self.alone:
             return make()
         if not self.first:
             answer = json.loads(self.tell(b""))
+            while "busy" in answer:
+                answer = json.loads(self.tell(b""))
             if "failed" in answer:
                 raise LostWorker(f"the first worker stopped: {answer['failed']}")
             return answer["value"]

@@ -215,6 +215,42 @@ def test_wrong_noise_is_caught(kind, source):
         check_noise(together(2, releases, 400, kind, source), 1.5 * 2.0 / 4.0)
 
 
+# --- what takes long -------------------------------------------------------------------------------------------------
+
+
+def slow_to_begin(workers: Workers, told: bool) -> list[float]:
+    """What the first worker does before it begins takes twice as long as anybody waits for a word."""
+    if workers.first:
+        if told:
+            workers.busy(1.0)
+        time.sleep(10)
+    session = session_of(workers, SMALL)
+    session.step()
+    return flat(session.model).tolist()
+
+
+def test_the_others_wait_for_a_first_worker_that_is_busy():
+    mine, theirs = together(2, slow_to_begin, True, timeout=5.0)
+    assert mine == theirs
+    assert all(isinstance(e, LostWorker) for e in together(2, slow_to_begin, False, timeout=5.0, failing=True)[1:])
+
+
+def test_a_first_worker_that_fails_while_it_is_busy_says_so():
+    errors = together(2, busy_and_failing, failing=True)
+    assert isinstance(errors[0], ConfigError)
+    assert "no such data" in str(errors[1])
+
+
+def busy_and_failing(workers: Workers) -> None:
+    if not workers.first:
+        distributed.follow(workers)
+    workers.busy(0.2)
+    time.sleep(1.0)
+    error = ConfigError("no such data")
+    distributed.give_up(workers, error)
+    raise error
+
+
 # --- what can go wrong ----------------------------------------------------------------------------------------------
 
 

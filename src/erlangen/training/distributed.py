@@ -56,6 +56,7 @@ def _lead(run: Callable[[Workers], Result]) -> Result:
     with joined() as workers:
         if not workers.first:
             raise RuntimeError(f"rank {workers.rank} cannot lead a run: call assist() on all ranks but the first")
+        workers.busy(_timeout() / 4)
         try:
             return run(workers)
         except BaseException as error:
