@@ -13,9 +13,10 @@ from torch import nn
 
 from erlangen.accounting import gaussian
 from erlangen.data.base import Dataset
-from erlangen.mechanisms import GaussianMechanism, base
+from erlangen.mechanisms import GaussianMechanism, PublishedGReDP, base
 from erlangen.mechanisms.clipping import Flat
 from erlangen.mechanisms.clipping import base as rules
+from erlangen.mechanisms.frequency import Fourier
 from erlangen.models import register_model
 from erlangen.streams import fill_normal
 from erlangen.training.config import ConfigError, TrainConfig
@@ -335,6 +336,19 @@ def test_families_do_not_mix_and_published_noise_is_not_calibrated():
     )
     with pytest.raises(ConfigError, match="give noise_multiplier"):
         Ensemble([claimed], toy())
+
+
+def test_published_noise_under_a_name_of_ones_own_is_not_calibrated_either(monkeypatch):
+    """What is calibrated is what members cost, not what their options say."""
+    def mine(context):
+        return PublishedGReDP(context.noise_multiplier, context.clipping, Fourier(), context.noise)
+
+    monkeypatch.setitem(base._MECHANISMS, "mine", mine)
+    config = dataclasses.replace(CONFIG, mechanism="mine", epsilon=1.0, noise_multiplier=None)
+    with pytest.raises(ConfigError, match=r"'mine' with σ = .* costs"):
+        Ensemble([config], toy())
+    sound = dataclasses.replace(config, mechanism="gredp")
+    assert Ensemble([sound], toy()).configs[0].noise_multiplier > 0
 
 
 def test_an_unseeded_ensemble_neither_writes_down_nor_repeats_its_noise():

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from erlangen.accounting import Accountant, noise_multiplier
+from erlangen.accounting import Accountant, gaussian, noise_multiplier
 from erlangen.data import Dataset, load
 from erlangen.gradients.independence import check_independence
 from erlangen.mechanisms import Context, Mechanism, StreamNoise, make_clipping, make_mechanism
@@ -76,6 +76,7 @@ class Ensemble:
                 f"the data set {self.dataset.name!r} says whose each record is, and an ensemble protects single records only: "
                 "whoever has k of them could move a sum by k bounds. Train it with Session"
             )
+        self._calibrated = [config.noise_multiplier is None for config in configs]
         self.configs = [_settled(config, len(self.dataset)) for config in configs]
         self.config = _common(self.configs)
         self.run_ids = list(run_ids) if run_ids is not None else [f"member-{k}" for k in range(len(configs))]
@@ -109,12 +110,23 @@ class Ensemble:
         with torch.no_grad():
             check_independence(model, (torch.randn(3, *self.dataset.input_shape, device=self.device),))
         self.mechanisms = [self._mechanism(config, model) for config in self.configs]
+        self._require_calibrated()
         self._events = [self.sampler.event(mechanism.event()) for mechanism in self.mechanisms]  # what `family` releases
         #: releases by whose noise hides them, counted before they happen
         self._released: dict[str, int] = {}
         self.family = stacked_release(self.mechanisms, self.stack)
         self.rate = self.family.column([c.lr for c in self.configs])
         self.momentum = self.family.column([c.momentum for c in self.configs])
+
+    def _require_calibrated(self) -> None:
+        """Where σ was calibrated it is that of a Gaussian release, and so must be what a member releases."""
+        for config, mechanism, given in zip(self.configs, self.mechanisms, self._calibrated, strict=True):
+            event = mechanism.event()
+            if given and event != gaussian(config.noise_multiplier or 0.0):
+                raise ConfigError(
+                    f"an ensemble calibrates Gaussian releases, and {config.mechanism!r} with σ = {config.noise_multiplier:.4g} "
+                    f"costs {event}: give noise_multiplier, or train it with Session"
+                )
 
     @property
     def metric(self) -> Tensor:
@@ -337,8 +349,6 @@ def _settled(config: TrainConfig, records: int) -> TrainConfig:
     if config.noise_multiplier is None:
         assert config.epsilon is not None
         assert config.delta is not None
-        if config.mechanism_options.get("as_published"):
-            raise ConfigError("an ensemble does not calibrate published mechanisms: give noise_multiplier")
         sigma = noise_multiplier(config.epsilon, config.delta, config.batch / records, config.steps)
         config = dataclasses.replace(config, noise_multiplier=sigma, epsilon=None)
     return config
