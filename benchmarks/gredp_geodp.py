@@ -423,7 +423,11 @@ def main() -> None:
     parser.add_argument("--picks", type=Path, help="file with the tuning that companions take their options from")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--device", default="auto")
-    Tables(parser.parse_args()).main()
+    options = parser.parse_args()
+    known = {method for task in options.tasks for method in TASKS[task].methods}
+    if unknown := [method for method in options.methods or () if method not in known]:
+        parser.error(f"--methods has {', '.join(map(repr, unknown))}; {', '.join(options.tasks)} have {', '.join(sorted(known))}")
+    Tables(options).main()
 
 
 if __name__ == "__main__":

@@ -199,6 +199,17 @@ def test_circulant_ablations_differ_in_their_layers_alone(name):
             assert here.conditions == {**there.conditions, "model_options": {"circulant": 4}}
 
 
+def test_a_method_that_no_task_has_is_refused_by_name(tmp_path, monkeypatch, capsys):
+    """It trained nothing, and said nothing."""
+    command = ["gredp_geodp.py", "--data", str(tmp_path), "--out", str(tmp_path / "x.json"), "--tasks", "gredp-table1"]
+    monkeypatch.setattr("sys.argv", [*command, "--methods", "DP-SGD", "Spectral"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    said = capsys.readouterr().err
+    assert "--methods has 'Spectral'; gredp-table1 have " in said
+    assert "Spectral-DP" in said
+
+
 def test_differences_are_paired_by_seed():
     runs = [
         {"key": ["gredp-table1", m, "true", 1.0, 1.0, 0.9, s], "test_accuracy": v}
